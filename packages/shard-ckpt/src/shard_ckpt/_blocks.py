@@ -1,0 +1,166 @@
+"""Files as runs of checksummed blocks."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shard_ckpt import _posix
+
+BLOCK_BYTES = 16 << 20
+"""A checksum stands for this many bytes of a file; the last block may be shorter."""
+
+_MAX_VIEWS = 512  # below every system's limit on views in one call
+
+
+class FileRecord(NamedTuple):
+    """What the index says of a file.
+
+    Attributes:
+        name: within the checkpoint's folder.
+        nbytes: its size.
+        crcs: CRC-32 of each block.
+    """
+
+    name: str
+    nbytes: int
+    crcs: tuple[int, ...]
+
+
+class BlockWriter:
+    """Writes a new file in block-sized calls and checksums the bytes before they go out.
+
+    Args:
+        path: a file that must not exist.
+
+    Raises:
+        OSError: from any method, with the file's name.
+
+    **Memory**: no copies; what was fed is held until it is written, a block later at most.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = _posix.create(path)
+        self._pending: list[memoryview] = []
+        self._owners: list[object] = []
+        self._room = BLOCK_BYTES
+        self._crc = 0
+        self._crcs: list[int] = []
+        self._nbytes = 0
+
+    def feed(self, view: memoryview, *, owner: object = None) -> None:
+        """Take the next bytes, which must not change before they are written. Local.
+
+        Args:
+            view: the bytes.
+            owner: what to keep alive for as long.
+        """
+        at = 0
+        while at < len(view):
+            part = view[at : at + self._room]
+            at += len(part)
+            self._crc = zlib.crc32(part, self._crc)
+            self._pending.append(part)
+            self._room -= len(part)
+            self._nbytes += len(part)
+            if self._room == 0:
+                self._end_block()
+        self._owners.append(owner)
+        if len(self._pending) >= _MAX_VIEWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand everything fed so far to the system. Local."""
+        views, self._pending = self._pending, []
+        while views:
+            try:
+                done = _posix.write(self._open_fd, views)
+            except OSError as exc:
+                raise self._named(exc) from exc
+            views = _after(views, done)
+        self._owners = []
+
+    def finish(self) -> FileRecord:
+        """Make the file durable and close it. Local."""
+        self.flush()
+        if self._room < BLOCK_BYTES:
+            self._end_block()
+        fd = self._open_fd
+        try:
+            _posix.fsync(fd)
+            self._fd = None
+            _posix.close(fd)
+        except OSError as exc:
+            raise self._named(exc) from exc
+        return FileRecord(self._path.name, self._nbytes, tuple(self._crcs))
+
+    def abandon(self) -> None:
+        """Close without making durable; nothing happens after ``finish``. Local."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        self._pending, self._owners = [], []
+
+    @property
+    def _open_fd(self) -> int:
+        if self._fd is None:
+            raise AssertionError(f"{self._path}: written to after it was closed")
+        return self._fd
+
+    def _end_block(self) -> None:
+        self._crcs.append(self._crc)
+        self._crc = 0
+        self._room = BLOCK_BYTES
+        self.flush()
+
+    def _named(self, exc: OSError) -> OSError:
+        return OSError(exc.errno, exc.strerror, str(self._path))
+
+
+def write_file(path: Path, data: bytes) -> FileRecord:
+    """Write a small file and make it durable. Local.
+
+    Raises:
+        OSError: it exists, or writing failed.
+    """
+    writer = BlockWriter(path)
+    try:
+        writer.feed(memoryview(data))
+        return writer.finish()
+    finally:
+        writer.abandon()
+
+
+def block_count(nbytes: int) -> int:
+    """Return how many blocks a file of this size has. Local."""
+    return -(-nbytes // BLOCK_BYTES)
+
+
+def block_range(block: int, nbytes: int) -> tuple[int, int]:
+    """Return where a block of a file of this size begins and ends. Local."""
+    return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, nbytes)
+
+
+def read_exactly(fd: int, views: Sequence[memoryview], *, offset: int) -> bool:
+    """Fill views from ``offset`` on; False where the file ends before. Local."""
+    rest = list(views)
+    while rest:
+        got = _posix.read_into(fd, rest[:_MAX_VIEWS], offset)
+        if got == 0:
+            return False
+        offset += got
+        rest = _after(rest, got)
+    return True
+
+
+def _after(views: list[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of ``views`` after their first ``done`` bytes."""
+    for at, view in enumerate(views):
+        if done < len(view):
+            return [view[done:], *views[at + 1 :]]
+        done -= len(view)
+    return []

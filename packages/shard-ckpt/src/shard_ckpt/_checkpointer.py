@@ -1,0 +1,155 @@
+"""A folder of checkpoints, one per step."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shard_ckpt._agree import agree, attempt
+from shard_ckpt._draft import discard, draft_is_live, is_draft
+from shard_ckpt._errors import CheckpointError
+from shard_ckpt._load import load
+from shard_ckpt._log import logger
+from shard_ckpt._marker import read_marker
+from shard_ckpt._save import save
+from shard_comm import Comm
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+class Checkpointer:
+    """Saves under ``step-00000120`` and so on, keeps the newest, and finds the newest to resume.
+
+    Only folders with a readable ``COMMITTED`` marker count. Others that look like a step are left
+    alone, and a warning says why, once per folder.
+
+    Args:
+        dir: the folder that holds the steps; made by the first save.
+        comm: the ranks that save and load.
+        keep: after a save, remove committed steps but the newest ``keep``; None keeps all. The
+            step just saved always stays.
+
+    Raises:
+        ValueError: ``keep`` is less than 1.
+    """
+
+    def __init__(self, dir: str | os.PathLike[str], *, comm: Comm, keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep: expected at least 1, or None for all, got {keep}")
+        self._dir = Path(dir)
+        self._comm = comm
+        self._keep = keep
+        self._reported: set[str] = set()
+
+    def path(self, step: int) -> Path:
+        """Return the folder of a step, whether or not it exists. Local."""
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step: expected an int of at least 0, got {step!r}")
+        return self._dir / f"step-{step:08d}"
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save a step, then remove what is over ``keep``; see ``save``.
+
+        A removal that fails is logged, as the new step is safe by then.
+
+        Raises:
+            FileExistsError: the step is there already.
+            Exception: as for ``save``.
+
+        **Collective**: all ranks of the comm.
+        """
+        save(state, self.path(step), comm=self._comm)
+        if self._keep is not None and self._comm.rank == 0:
+            self._retire(step, self._keep)
+
+    def steps(self) -> list[int]:
+        """Return the committed steps, oldest first. Local."""
+        try:
+            names = sorted(os.listdir(self._dir))
+        except FileNotFoundError:
+            return []
+        found = []
+        for name in names:
+            reason = self._why_not(name)
+            matched = _STEP.fullmatch(name)
+            if reason is not None:
+                self._report(name, reason)
+            elif matched is not None:
+                found.append(int(matched[1]))
+        return sorted(found)
+
+    def latest(self) -> int | None:
+        """Return the newest committed step; None if there is none. Local."""
+        return max(self.steps(), default=None)
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        cast: bool = False,
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Load a step, by default the newest committed one as rank 0 sees it; see ``load``.
+
+        Args:
+            state: the template.
+            step: which step.
+            strict: as for ``load``.
+            cast: as for ``load``.
+
+        Returns:
+            The step and what ``load`` returns; None, with ``state`` untouched, if there is no
+            committed step.
+
+        Raises:
+            Exception: as for ``load``. A step that is committed but damaged is an error: ask for
+                an earlier one by ``step``.
+
+        **Collective**: all ranks of the comm.
+        """
+        chosen = attempt(lambda: self._choose(step))
+        choice = agree(self._comm, chosen, share=lambda number: number, timeout_s=None)[0]
+        if choice is None:
+            return None
+        return choice, load(state, self.path(choice), comm=self._comm, strict=strict, cast=cast)
+
+    def _choose(self, step: int | None) -> int | None:
+        if step is not None:
+            self.path(step)
+            return step
+        return self.latest() if self._comm.rank == 0 else None
+
+    def _retire(self, saved: int, keep: int) -> None:
+        steps = self.steps()
+        for step in steps[:-keep]:
+            if step == saved:
+                continue
+            try:
+                discard(self.path(step))
+            except OSError as exc:
+                logger.warning("%s: could not be removed (%s)", self.path(step), exc)
+
+    def _why_not(self, name: str) -> str | None:
+        """Return why a folder that looks like a step does not count; None if it does, or not."""
+        path = self._dir / name
+        if is_draft(name):
+            if not path.is_dir():
+                return None
+            live = draft_is_live(path)
+            return "a save is writing it" if live else "left by a save or removal that was cut off"
+        if _STEP.fullmatch(name) is None:
+            return None
+        try:
+            read_marker(path)
+        except (CheckpointError, OSError) as exc:
+            return str(exc)
+        return None
+
+    def _report(self, name: str, reason: str) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            logger.warning("%s: skipped: %s", self._dir / name, reason)

@@ -1,0 +1,173 @@
+"""One rank's files: which tensors in which order, and writing them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shard_ckpt._blocks import BlockWriter, FileRecord
+from shard_ckpt._dtypes import header_shape
+from shard_ckpt._header import HeaderEntry, encode_header
+from shard_ckpt._index import FORMAT_VERSION, Range, TensorId
+from shard_ckpt._json import canonical_json
+from shard_ckpt._memory import bytes_of, flat_range, joined_runs
+from shard_ckpt._plan import Entry
+from shard_ckpt._staging import Windows
+
+TENSOR_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which save, and which of its ranks, a file is from."""
+
+    save_id: str
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class SectionFile:
+    """The layout of one file.
+
+    Attributes:
+        section: whose tensors it holds.
+        name: file name.
+        header: everything before the data.
+        entries: in the order of their bytes.
+        offsets: byte in the file at which each entry begins.
+    """
+
+    section: str
+    name: str
+    header: bytes
+    entries: tuple[Entry, ...]
+    offsets: tuple[int, ...]
+
+    def ranges(self, file: int) -> Iterator[tuple[TensorId, Range]]:
+        """Yield what the index should say of this file, which it lists as number ``file``."""
+        for entry, offset in zip(self.entries, self.offsets, strict=True):
+            for leaf in (entry.leaf, *entry.ties):
+                yield leaf.id, Range(entry.start, entry.stop, file, offset)
+
+
+def entry_key(name: str, numel: int, *, start: int, stop: int) -> str:
+    """Return what a file calls elements ``[start, stop)`` of a tensor of ``numel``. Local."""
+    return name if (start, stop) == (0, numel) else f"{name}@{start}:{stop}"
+
+
+def entry_shape(shape: tuple[int, ...], *, start: int, stop: int) -> tuple[int, ...]:
+    """Return the torch shape of these elements in a file: natural if whole, else flat. Local."""
+    return shape if (start, stop) == (0, math.prod(shape)) else (stop - start,)
+
+
+def lay_out(entries: Iterable[Entry], origin: Origin) -> list[SectionFile]:
+    """Lay a rank's entries out in one file per section. Local.
+
+    Wide dtypes come first, so that every tensor is aligned without padding. Within a width,
+    tensors follow one another as they do in memory, so that neighbours in a flat buffer are
+    neighbours in the file; storages in the order of the first name in them.
+
+    Raises:
+        ValueError: two tensors would be called the same in one file.
+    """
+    storages: dict[tuple[torch.device, int], int] = {}
+    sections: dict[str, list[tuple[tuple[int, int, int], Entry]]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.leaf.id):
+        tensor = entry.leaf.tensor
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
+        number = storages.setdefault(storage, len(storages))
+        size = tensor.element_size()
+        at = int(tensor.storage_offset()) * size + (entry.start - entry.leaf.start) * size
+        sections.setdefault(entry.leaf.section, []).append(((-size, number, at), entry))
+    result = []
+    for section, keyed in sorted(sections.items()):
+        keyed.sort(key=lambda pair: pair[0])  # equal keys stay in the order of names
+        result.append(_lay_out_section(section, [entry for _, entry in keyed], origin))
+    return result
+
+
+def write_section(folder: Path, layout: SectionFile) -> FileRecord:
+    """Write one file and make it durable. Local.
+
+    Raises:
+        OSError: it exists, or writing failed.
+
+    **Memory**: none for host tensors that are contiguous; a copy of one tensor at a time for those
+    that are not; two windows of pinned memory per device otherwise.
+    """
+    writer = BlockWriter(folder / layout.name)
+    windows: dict[torch.device, Windows] = {}
+    try:
+        writer.feed(memoryview(layout.header))
+        for run in joined_runs(_pieces(layout.entries)):
+            if run.device.type == "cpu":
+                writer.feed(bytes_of(run), owner=run)
+                continue
+            if run.device not in windows:
+                windows[run.device] = Windows(run.device)
+            for view in windows[run.device].read_out(run):
+                writer.feed(view)
+                writer.flush()  # the next window but one overwrites it
+        return writer.finish()
+    finally:
+        writer.abandon()
+
+
+def _pieces(entries: Sequence[Entry]) -> Iterator[torch.Tensor]:
+    for entry in entries:
+        first = entry.leaf.start
+        yield flat_range(entry.leaf.tensor, start=entry.start - first, stop=entry.stop - first)
+
+
+def _lay_out_section(section: str, entries: Sequence[Entry], origin: Origin) -> SectionFile:
+    table: dict[str, HeaderEntry] = {}
+    described: dict[str, Mapping[str, Any]] = {}
+    at = 0
+    for entry in entries:
+        leaf = entry.leaf
+        key = entry_key(leaf.name, leaf.numel, start=entry.start, stop=entry.stop)
+        if key in table:
+            raise ValueError(
+                f"{section}: {leaf.name} and {described[key]['fqn']} would both be called {key!r} "
+                f"in one file; rename one"
+            )
+        shape = entry_shape(leaf.shape, start=entry.start, stop=entry.stop)
+        stop = at + entry.nbytes
+        table[key] = HeaderEntry(key, leaf.dtype, header_shape(leaf.dtype, shape), at, stop)
+        described[key] = _describe(entry)
+        at = stop
+    header = encode_header(table.values(), _metadata(section, origin, described))
+    offsets = tuple(len(header) + item.start for item in table.values())
+    name = f"{section}-r{origin.rank:05d}-of-{origin.world_size:05d}{TENSOR_SUFFIX}"
+    return SectionFile(section, name, header, tuple(entries), offsets)
+
+
+def _describe(entry: Entry) -> dict[str, Any]:
+    leaf = entry.leaf
+    described = {
+        "fqn": leaf.name,
+        "shape": list(leaf.shape),
+        "start": entry.start,
+        "stop": entry.stop,
+    }
+    if entry.ties:
+        described["ties"] = [[tie.section, tie.name, list(tie.shape)] for tie in entry.ties]
+    return described
+
+
+def _metadata(section: str, origin: Origin, described: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "format": "pt",
+        "version": str(FORMAT_VERSION),
+        "save_id": origin.save_id,
+        "rank": str(origin.rank),
+        "world_size": str(origin.world_size),
+        "section": section,
+        "entries": canonical_json(described).decode("ascii"),
+    }

@@ -1,0 +1,126 @@
+"""Looking at a checkpoint without loading it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from shard_ckpt._blocks import BLOCK_BYTES, FileRecord
+from shard_ckpt._check import Source, block_problem, check_header, open_checked, strangers
+from shard_ckpt._errors import CheckpointError
+from shard_ckpt._extras import read_values, without_tensors
+from shard_ckpt._files import TENSOR_SUFFIX
+from shard_ckpt._index import TensorRecord
+from shard_ckpt._marker import read_index
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says it holds.
+
+    Attributes:
+        path: its folder.
+        save_id: which save made it.
+        world_size: how many ranks wrote it.
+        nbytes: bytes of all data files.
+        tensors: sorted by section and name.
+        files: in the order of the ranks.
+        values: the values that are not tensors, in the structure that was saved.
+    """
+
+    path: Path
+    save_id: str
+    world_size: int
+    nbytes: int
+    tensors: tuple[TensorRecord, ...]
+    files: tuple[FileRecord, ...]
+    values: Mapping[str, Any]
+
+
+def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
+    """Return what a checkpoint holds, from its marker, index and values; no tensor is read. Local.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: marker, index or values are missing or altered.
+    """
+    folder = Path(path)
+    index = read_index(folder)
+    values = without_tensors(read_values(folder, index, rank=0, world_size=0))
+    return CheckpointInfo(
+        folder,
+        index.save_id,
+        index.world_size,
+        index.nbytes,
+        tuple(record for _, record in sorted(index.tensors.items())),
+        index.files,
+        values if isinstance(values, dict) else {},
+    )
+
+
+def verify(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Read all of a checkpoint and say what is wrong with it. Local.
+
+    Checks marker, index, coverage, and of every file its size, the checksum of each block, that
+    its header agrees with the index, and that the safetensors library opens it and sees the same
+    names. Files that look like a checkpoint's but are not listed are reported too.
+
+    Returns:
+        One line per problem, naming the file; empty for an intact checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        OSError: reading failed.
+
+    **Memory**: 16 MiB.
+    """
+    folder = Path(path)
+    try:
+        source = Source(folder, read_index(folder))
+    except CheckpointError as exc:
+        return (str(exc),)
+    problems = []
+    buffer = bytearray(BLOCK_BYTES)
+    for file, record in enumerate(source.index.files):
+        try:
+            problems += _file_problems(source, file, buffer)
+            if record.name.endswith(TENSOR_SUFFIX):
+                problems += _stock_problems(source, file)
+        except CheckpointError as exc:
+            problems.append(str(exc))
+    if not problems:
+        try:
+            read_values(folder, source.index, rank=0, world_size=0)
+        except CheckpointError as exc:
+            problems.append(str(exc))
+    return (*problems, *(f"{folder / name}: not in the index" for name in strangers(source)))
+
+
+def _file_problems(source: Source, file: int, buffer: bytearray) -> list[str]:
+    record = source.index.files[file]
+    with open_checked(source, file) as fd:
+        found = [
+            block_problem(source, file, fd=fd, block=block, buffer=buffer)
+            for block in range(len(record.crcs))
+        ]
+        problems = [problem for problem in found if problem is not None]
+        if record.name.endswith(TENSOR_SUFFIX) and not problems:
+            check_header(source, file, fd=fd)
+    return problems
+
+
+def _stock_problems(source: Source, file: int) -> list[str]:
+    path = source.folder / source.index.files[file].name
+    try:
+        with safe_open(path, framework="pt") as opened:
+            seen = set(opened.keys())
+    except SafetensorError as exc:
+        return [f"{path}: the safetensors library refuses it: {exc}"]
+    listed = {entry.key for _, entry in source.entries.get(file, ())}
+    strange = sorted(seen - listed)
+    return [f"{path}: holds {strange[0]!r}, which the index does not"] if strange else []

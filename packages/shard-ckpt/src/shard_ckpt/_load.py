@@ -1,0 +1,135 @@
+"""Loading: check everything on every rank, then fill."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shard_ckpt._agree import agree, attempt
+from shard_ckpt._check import (
+    Intervals,
+    Source,
+    blocks_of,
+    check_blocks,
+    open_checked,
+    own_blocks,
+    strangers,
+)
+from shard_ckpt._errors import CheckpointError
+from shard_ckpt._extras import read_values
+from shard_ckpt._fill import fill
+from shard_ckpt._marker import read_index
+from shard_ckpt._match import Target, match
+from shard_ckpt._merge import merge, missing_values
+from shard_ckpt._state import flatten
+from shard_comm import Comm
+
+
+@dataclass(frozen=True)
+class _Opened:
+    source: Source
+    targets: Sequence[Target]
+    needs: Intervals
+    values: Mapping[str, Any]
+
+
+def load(
+    state: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    comm: Comm,
+    strict: bool = True,
+    cast: bool = False,
+    timeout_s: float | None = None,
+) -> dict[str, Any]:
+    """Fill a state from a checkpoint that any number of ranks saved.
+
+    ``state`` is the template: its tensors say what to read and where to put it, so they must
+    exist. Give an optimizer its slots before asking it for the template, as
+    ``shard_optim.AdamW.state_dict(allocate=True)`` does.
+
+    Nothing is written into a tensor before all ranks have checked all they are going to read:
+    marker, index, file sizes, headers, names, shapes, dtypes, coverage, and the checksum of every
+    16 MiB block that is touched. Each block is checked by one of the ranks that need it, so
+    checking costs one more pass over the checkpoint, divided among the ranks; the second pass
+    mostly comes from the page cache.
+
+    Args:
+        state: sections as for ``save``. Tensors are filled in place: a ``ShardTensor`` with its
+            range, a plain tensor whole. Other values are placeholders.
+        path: a folder that ``save`` made.
+        comm: the ranks that load; need not be as many as saved.
+        strict: the template and the checkpoint must have the same tensors, and the checkpoint all
+            values of the template. Else what both have is loaded and the rest is logged.
+        cast: convert between floating-point dtypes (and between complex ones). Integers, booleans
+            and optimizer step counters are never converted.
+        timeout_s: how long a rank waits for the slowest one, at each of three exchanges; the
+            comm's own timeout by default.
+
+    Returns:
+        The state as nested dicts: the template's tensors, and the checkpoint's other values,
+        including those the template does not have. A ``PerRank`` value is this rank's if as many
+        ranks load as saved, else ``RankValues``, the list of all ranks'.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: the folder is not a whole, unaltered checkpoint.
+        ValueError: the template does not fit the checkpoint.
+        TypeError: the template holds a tensor of a kind that cannot be filled.
+        OSError: reading failed. Any error of one rank is raised on all. Tensors are untouched,
+            unless reading failed, or files changed, after all checks had passed.
+
+    **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
+    **Memory**: 16 MiB while checking, then up to 32 MiB per device for tensors that are not read
+    into directly (not on the CPU, or cast), and a copy of one tensor at a time where tensors are
+    not contiguous.
+    """
+    folder = Path(path)
+    opened = attempt(lambda: _open(state, folder, comm, strict=strict, cast=cast))
+    heard = agree(
+        comm, opened, share=lambda o: (o.source.index.save_id, o.needs), timeout_s=timeout_s
+    )
+    mine = opened.value()
+    for rank, (save_id, _) in enumerate(heard):
+        if save_id != heard[0][0]:
+            raise CheckpointError(
+                f"{folder}: rank 0 sees save {heard[0][0]}, rank {rank} of {comm.size} sees "
+                f"{save_id}; load from a folder that all ranks share"
+            )
+    blocks = own_blocks([needs for _, needs in heard], comm.rank)
+    checked = attempt(lambda: check_blocks(mine.source, blocks))
+    agree(comm, checked, share=lambda _: None, timeout_s=timeout_s)
+
+    filled = attempt(lambda: fill(mine.source, mine.targets))
+    agree(comm, filled, share=lambda _: None, timeout_s=timeout_s)
+    merged: dict[str, Any] = merge(state, mine.values)
+    return merged
+
+
+def _open(
+    state: Mapping[str, Any], folder: Path, comm: Comm, *, strict: bool, cast: bool
+) -> _Opened:
+    leaves = flatten(state).leaves
+    source = Source(folder, read_index(folder))
+    foreign = strangers(source) if comm.rank == 0 else []
+    if foreign:
+        raise CheckpointError(
+            f"{folder / foreign[0]}: not in the index; remove it if it does not belong here"
+        )
+    targets = match(leaves, source.index, strict=strict, cast=cast)
+    values = read_values(folder, source.index, rank=comm.rank, world_size=comm.size)
+    if strict:
+        missing = missing_values(state, values)
+        if missing:
+            raise ValueError(
+                f"{missing[0]}: the checkpoint has no such value ({len(missing)} in all); pass "
+                f"strict=False to keep the template's"
+            )
+    needs = blocks_of(read for target in targets for read in target.reads())
+    for file in needs:
+        with open_checked(source, file):
+            pass
+    return _Opened(source, targets, needs, values)

@@ -1,0 +1,120 @@
+"""The marker: the last file of a checkpoint, without which nothing else counts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from shard_ckpt._errors import CheckpointError
+from shard_ckpt._index import FORMAT_VERSION, INDEX_NAME, Index, check_version, parse_index
+from shard_ckpt._json import canonical_json, is_count, strict_loads
+
+MARKER_NAME = "COMMITTED"
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What ``COMMITTED`` says.
+
+    Attributes:
+        save_id: which save made the checkpoint.
+        world_size: how many ranks wrote it.
+        index_sha256: of the bytes of ``index.json``, in hex.
+        files: number of data files.
+        nbytes: their bytes in all.
+    """
+
+    save_id: str
+    world_size: int
+    index_sha256: str
+    files: int
+    nbytes: int
+
+
+def marker_for(index: Index, encoded: bytes) -> Marker:
+    """Return the marker of a checkpoint with this index. Local."""
+    sha = hashlib.sha256(encoded).hexdigest()
+    return Marker(index.save_id, index.world_size, sha, len(index.files), index.nbytes)
+
+
+def encode_marker(marker: Marker) -> bytes:
+    """Return the bytes of ``COMMITTED``. Local."""
+    return canonical_json(
+        {
+            "version": FORMAT_VERSION,
+            "save_id": marker.save_id,
+            "world_size": marker.world_size,
+            "index_sha256": marker.index_sha256,
+            "files": marker.files,
+            "bytes": marker.nbytes,
+        }
+    )
+
+
+def read_marker(folder: Path) -> Marker:
+    """Read the marker of a checkpoint. Local.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: it has no marker, or one that is not as written.
+    """
+    path = folder / MARKER_NAME
+    raw = _read(path)
+    if raw is None:
+        if not folder.exists():
+            raise FileNotFoundError(f"{folder}: no such checkpoint")
+        raise CheckpointError(
+            f"{folder}: no {MARKER_NAME} marker, so it is not a finished checkpoint"
+        )
+    table = strict_loads(raw, label=str(path))
+    check_version(table, str(path))
+    try:
+        marker = Marker(
+            table["save_id"],
+            table["world_size"],
+            table["index_sha256"],
+            table["files"],
+            table["bytes"],
+        )
+    except KeyError as exc:
+        raise CheckpointError(f"{path}: {exc} is missing") from exc
+    texts, counts = (marker.save_id, marker.index_sha256), (marker.world_size, marker.files)
+    if not all(isinstance(text, str) for text in texts) or not all(map(is_count, counts)):
+        raise CheckpointError(f"{path}: a field is of the wrong type")
+    if encode_marker(marker) != raw:
+        raise CheckpointError(f"{path}: not as it was written")
+    return marker
+
+
+def read_index(folder: Path) -> Index:
+    """Read a checkpoint's index and hold it against the marker. Local.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: marker or index are missing, altered or do not belong together.
+    """
+    marker = read_marker(folder)
+    path = folder / INDEX_NAME
+    raw = _read(path)
+    if raw is None:
+        raise CheckpointError(f"{path}: missing, though {MARKER_NAME} names it")
+    sha = hashlib.sha256(raw).hexdigest()
+    if sha != marker.index_sha256:
+        raise CheckpointError(
+            f"{path}: altered: expected SHA-256 {marker.index_sha256} from {MARKER_NAME}, got {sha}"
+        )
+    index = parse_index(raw, label=str(path))
+    if marker_for(index, raw) != marker:
+        raise CheckpointError(
+            f"{folder / MARKER_NAME}: expected {marker_for(index, raw)} from the index, got "
+            f"{marker}"
+        )
+    return index
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,143 @@
+"""A template against an index: what fits, what is missing, what has to be read."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from shard_ckpt._dtypes import torch_dtype
+from shard_ckpt._index import Index, TensorRecord
+from shard_ckpt._log import logger
+from shard_ckpt._state import Leaf
+
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor of the template and the record that fills it."""
+
+    leaf: Leaf
+    record: TensorRecord
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype on disk."""
+        dtype = torch_dtype(self.record.dtype)
+        if dtype is None:
+            raise AssertionError(f"{self.leaf.label}: dtype {self.record.dtype!r} was let through")
+        return dtype
+
+    def reads(self) -> Iterator[Read]:
+        """Yield where the elements that this rank holds lie. Local."""
+        start, stop, size = self.leaf.start, self.leaf.stop, self.record.itemsize
+        ranges = self.record.ranges
+        if self.record.numel == 0:  # nothing to read, but the file must be there
+            yield from (Read(part.file, part.offset, 0, self, 0) for part in ranges)
+            return
+        if start == stop:
+            return
+        first = bisect_right(ranges, start, key=_range_stop)
+        for part in ranges[first:]:
+            if part.start >= stop:
+                return
+            low, high = max(part.start, start), min(part.stop, stop)
+            offset = part.offset + (low - part.start) * size
+            yield Read(part.file, offset, (high - low) * size, self, low - start)
+
+
+class Read(NamedTuple):
+    """Bytes ``[offset, offset + nbytes)`` of file ``file``, for a target's element ``at`` on."""
+
+    file: int
+    offset: int
+    nbytes: int
+    target: Target
+    at: int
+
+
+def match(leaves: Sequence[Leaf], index: Index, *, strict: bool, cast: bool) -> list[Target]:
+    """Pair the template's tensors with the checkpoint's. Local.
+
+    Args:
+        leaves: the template's tensors.
+        index: what the checkpoint holds.
+        strict: both must have the same names.
+        cast: floating-point (or complex) values may change their dtype.
+
+    Raises:
+        ValueError: names, shapes or dtypes do not fit.
+    """
+    wanted = {leaf.id for leaf in leaves}
+    missing = [leaf.label for leaf in leaves if leaf.id not in index.tensors]
+    unexpected = [
+        record.label for tensor, record in sorted(index.tensors.items()) if tensor not in wanted
+    ]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"the checkpoint lacks {_listed(missing)}; the template lacks {_listed(unexpected)}; "
+            f"pass strict=False to load what both have"
+        )
+    if missing or unexpected:
+        logger.warning(
+            "loaded in part: the checkpoint lacks %s; the template lacks %s",
+            _listed(missing),
+            _listed(unexpected),
+        )
+    targets = [Target(leaf, index.tensors[leaf.id]) for leaf in leaves if leaf.id in index.tensors]
+    problems = [text for text in (_misfit(target, cast) for target in targets) if text is not None]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(problems[0] + more)
+    return targets
+
+
+def _range_stop(part: tuple[int, ...]) -> int:
+    return part[1]
+
+
+def _misfit(target: Target, cast: bool) -> str | None:
+    leaf, record, stored = target.leaf, target.record, target.stored_dtype
+    if leaf.shape != record.shape:
+        return f"{leaf.label}: expected shape {leaf.shape}, got {record.shape} from the checkpoint"
+    wanted = leaf.tensor.dtype
+    if wanted == stored:
+        return None
+    text = f"{leaf.label}: expected dtype {wanted}, got {stored} from the checkpoint"
+    if not _may_cast(leaf, stored):
+        return f"{text}; this is never cast: integers, booleans and step counters keep their dtype"
+    if not cast:
+        return f"{text}; pass cast=True to convert"
+    if not _can_convert(stored, wanted):
+        return f"{text}; torch has no such conversion"
+    return None
+
+
+def _may_cast(leaf: Leaf, stored: torch.dtype) -> bool:
+    wanted = leaf.tensor.dtype
+    if leaf.name.endswith("#step"):
+        return False
+    both_float = wanted.is_floating_point and stored.is_floating_point
+    return both_float or (wanted.is_complex and stored.is_complex)
+
+
+def _can_convert(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    try:
+        torch.zeros(1, dtype=torch.uint8).new_empty(1, dtype=wanted).copy_(
+            torch.empty(1, dtype=stored)
+        )
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _listed(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    rest = len(names) - _NAMES_SHOWN
+    return f"{shown} and {rest} more" if rest > 0 else shown

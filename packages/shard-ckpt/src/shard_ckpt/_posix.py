@@ -1,0 +1,60 @@
+"""The operating-system calls by which a checkpoint comes to be, and to an end.
+
+Everything that must be durable or must not be half done goes through this table, so that tests
+can fail, or end the process, at any one of them. Call them through the module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def create(path: Path) -> int:
+    """Open a file for writing that must not exist; mode ``0666 & ~umask``."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write(fd: int, views: Sequence[memoryview]) -> int:
+    """Write views one after another; return how many bytes went out, perhaps not all."""
+    return os.writev(fd, views)
+
+
+def fsync(fd: int) -> None:
+    """Return when the file's data and size are durable."""
+    os.fsync(fd)
+
+
+def close(fd: int) -> None:
+    """Close; some file systems report a failed write only here."""
+    os.close(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the folder's entries are durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that must not exist."""
+    os.mkdir(path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a folder; a target that is a file or a folder with content is an error."""
+    os.rename(source, target)
+
+
+def unlink(path: Path) -> None:
+    """Remove one file."""
+    os.unlink(path)
+
+
+def read_into(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Read at ``offset`` into views one after another; return how many bytes came, maybe fewer."""
+    return os.preadv(fd, views, offset)

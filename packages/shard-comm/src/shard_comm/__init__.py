@@ -1,0 +1,21 @@
+"""Moving elements between ranks: collectives and their transports."""
+
+from shard_comm._comm import Comm, Work
+from shard_comm._group import GroupComm
+from shard_comm._pick import comm_for
+from shard_comm._recorded import OpRecord, Recorded
+from shard_comm._solo import SoloComm
+from shard_comm._thread import ThreadComm
+from shard_comm._tree import tree_sum
+
+__all__ = [
+    "Comm",
+    "GroupComm",
+    "OpRecord",
+    "Recorded",
+    "SoloComm",
+    "ThreadComm",
+    "Work",
+    "comm_for",
+    "tree_sum",
+]

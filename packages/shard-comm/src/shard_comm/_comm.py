@@ -1,0 +1,253 @@
+"""The communicator: what every transport does, checked once for all of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+OPS = ("sum", "max", "min")
+
+
+class Work:
+    """A collective under way.
+
+    Args:
+        finish: blocks until the result is there (on an accelerator: until the current stream
+            waits for it); None where it is there already.
+    """
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait for the result. Calling it again does nothing.
+
+        Raises:
+            RuntimeError: the collective failed or timed out.
+        """
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Comm(ABC):
+    """One process group seen through one transport.
+
+    All methods but ``empty`` are collective: every rank calls them in the same order with the
+    same sizes, dtype and operation. ``timeout_s`` defaults to that of the comm. With
+    ``async_op`` the tensors belong to the collective until the returned work is waited for.
+
+    Attributes:
+        rank: this rank, in ``range(size)``.
+        size: number of ranks.
+        device: where tensors must live.
+        timeout_s: seconds after which a wait raises.
+    """
+
+    def __init__(self, rank: int, size: int, *, device: torch.device, timeout_s: float) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"expected a rank in [0, {size}), got {rank}")
+        if not timeout_s > 0:
+            raise ValueError(f"expected timeout_s > 0, got {timeout_s}")
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.timeout_s = timeout_s
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank} of {self.size}, device={self.device})"
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory ``[numel]`` that the transport moves without staging.
+
+        The tensor has a storage of its own that may be resized. Local.
+        """
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    @torch.no_grad()
+    def all_gather(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Fill ``out`` with every rank's ``inp``, in rank order.
+
+        Args:
+            out: ``[size * n]``, contiguous.
+            inp: ``[n]``, same dtype; it may be this rank's own slice of ``out``.
+            async_op: return at once; wait with the returned work.
+            timeout_s: seconds after which the wait raises.
+
+        Raises:
+            ValueError: shapes, dtypes or devices do not fit; raised before anything is sent.
+            RuntimeError: a rank did not arrive in time.
+        """
+        self._check("all_gather", out, inp, out_numel=inp.numel() * self.size)
+        return self._end(self._all_gather(out, inp, timeout_s), async_op)
+
+    @torch.no_grad()
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        op: str = "sum",
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Reduce ``inp`` over ranks and keep this rank's slice of the result.
+
+        Args:
+            out: ``[n]``, contiguous, not part of ``inp``.
+            inp: ``[size * n]``, same dtype. Its contents are undefined afterwards.
+            op: ``"sum"``, ``"max"`` or ``"min"``. Sums follow the fixed tree over ranks where
+                the transport lets us choose.
+            async_op: return at once; wait with the returned work.
+            timeout_s: seconds after which the wait raises.
+
+        Raises:
+            ValueError: shapes, dtypes, devices or ``op`` do not fit; nothing was sent.
+            RuntimeError: a rank did not arrive in time.
+        """
+        self._check("reduce_scatter", inp, out, out_numel=out.numel() * self.size)
+        self._check_op("reduce_scatter", op)
+        return self._end(self._reduce_scatter(out, inp, op, timeout_s), async_op)
+
+    @torch.no_grad()
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        *,
+        op: str = "sum",
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Reduce ``tensor`` over ranks in place; every rank gets the same bits.
+
+        Args:
+            tensor: any shape, contiguous.
+            op: ``"sum"``, ``"max"`` or ``"min"``; NaN wins over numbers in all three.
+            async_op: return at once; wait with the returned work.
+            timeout_s: seconds after which the wait raises.
+
+        Raises:
+            ValueError: the tensor or ``op`` does not fit; nothing was sent.
+            RuntimeError: a rank did not arrive in time.
+        """
+        self._check("all_reduce", tensor, tensor, out_numel=tensor.numel())
+        self._check_op("all_reduce", op)
+        return self._end(self._all_reduce(tensor.view(-1), op, timeout_s), async_op)
+
+    @torch.no_grad()
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        *,
+        src: int,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Copy rank ``src``'s ``tensor`` into every rank's, in place.
+
+        Raises:
+            ValueError: the tensor does not fit or ``src`` is no rank; nothing was sent.
+            RuntimeError: a rank did not arrive in time.
+        """
+        self._check("broadcast", tensor, tensor, out_numel=tensor.numel())
+        if not 0 <= src < self.size:
+            raise ValueError(f"broadcast: expected src in [0, {self.size}), got {src}")
+        return self._end(self._broadcast(tensor.view(-1), src, timeout_s), async_op)
+
+    @torch.no_grad()
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        *,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """Send slice ``r`` of ``inp`` to rank ``r``; slice ``r`` of ``out`` comes from rank ``r``.
+
+        Args:
+            out: ``[size * n]``, contiguous, not part of ``inp``.
+            inp: ``[size * n]``, same dtype.
+            async_op: return at once; wait with the returned work.
+            timeout_s: seconds after which the wait raises.
+
+        Raises:
+            ValueError: shapes, dtypes or devices do not fit; nothing was sent.
+            RuntimeError: a rank did not arrive in time.
+        """
+        self._check("all_to_all", out, inp, out_numel=inp.numel())
+        if inp.numel() % self.size:
+            raise ValueError(
+                f"all_to_all: expected a multiple of {self.size} elements, got {inp.numel()}"
+            )
+        return self._end(self._all_to_all(out, inp, timeout_s), async_op)
+
+    @abstractmethod
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return when every rank has called it."""
+
+    @abstractmethod
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Return every rank's picklable ``obj``, in rank order. For small control data."""
+
+    @abstractmethod
+    def _all_gather(
+        self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
+    ) -> Work: ...
+
+    @abstractmethod
+    def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work: ...
+
+    @staticmethod
+    def _end(work: Work, async_op: bool) -> Work:
+        if not async_op:
+            work.wait()
+        return work
+
+    def _check(self, op: str, big: torch.Tensor, small: torch.Tensor, *, out_numel: int) -> None:
+        where = f"(rank {self.rank} of {self.size})"
+        if big.numel() != out_numel:
+            raise ValueError(
+                f"{op}: expected {out_numel} elements beside {small.numel()} on the other side, "
+                f"got {big.numel()} {where}"
+            )
+        if big.dtype != small.dtype:
+            raise ValueError(f"{op}: expected one dtype, got {big.dtype} and {small.dtype} {where}")
+        for tensor in (big, small):
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{op}: expected a contiguous tensor, got strides {tensor.stride()} {where}; "
+                    f"call contiguous()"
+                )
+            if tensor.device.type != self.device.type:
+                raise ValueError(
+                    f"{op}: expected a tensor on {self.device}, got one on {tensor.device} {where}"
+                )
+
+    @staticmethod
+    def _check_op(name: str, op: str) -> None:
+        if op not in OPS:
+            raise ValueError(f"{name}: expected op to be one of {OPS}, got {op!r}")

@@ -1,0 +1,160 @@
+"""Any backend of torch.distributed: NCCL on GPUs, Gloo elsewhere."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shard_comm._comm import Comm, Work
+from shard_comm._tree import tree_sum_rows
+
+# torch 2.13 renames both and warns at the old names; older torch has the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class GroupComm(Comm):
+    """A torch.distributed process group.
+
+    Where the backend has no order of summation to offer (Gloo), reductions are an ``all_to_all``
+    and a local sum in the fixed tree, so equal data give equal bits. On NCCL the library's own
+    reductions are used.
+
+    Args:
+        group: the process group; None is the default group.
+        device: where tensors live; by default what the backend serves.
+        timeout_s: seconds after which a wait raises; by default the group's own timeout.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: this process is not part of ``group``.
+
+    **Memory**: a reduction over Gloo holds a second buffer of the input's size while it runs.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised; call init_process_group(), or use "
+                "SoloComm() for one rank"
+            )
+        world = dist.group.WORLD
+        assert world is not None
+        self.group = group if group is not None else world
+        rank = dist.get_rank(self.group)
+        if rank < 0:
+            raise ValueError("this process is not part of the group")
+        self._backend = dist.get_backend(self.group)
+        if device is None:
+            device = "cuda" if "nccl" in self._backend else "cpu"
+        device = torch.device(device)
+        if device == torch.device("cuda"):
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._ordered = "nccl" not in self._backend
+        default = timeout_s if timeout_s is not None else _group_timeout_s(self.group, device)
+        super().__init__(rank, dist.get_world_size(self.group), device=device, timeout_s=default)
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return when every rank has called it; a timeout over Gloo names the missing ranks."""
+        if self._backend == "gloo":
+            limit = timedelta(seconds=timeout_s or self.timeout_s)
+            dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
+            return
+        self._launch("barrier", dist.barrier(self.group, async_op=True), timeout_s).wait()
+
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Return every rank's picklable ``obj``, in rank order. For small control data."""
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, obj, group=self.group)
+        return everyone
+
+    def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        work = _all_gather(out.view(-1), inp.view(-1), group=self.group, async_op=True)
+        return self._launch("all_gather", work, timeout_s, inp)
+
+    def _reduce_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
+    ) -> Work:
+        if not self._ordered:
+            work = _reduce_scatter(
+                out.view(-1), inp.view(-1), op=_REDUCE_OPS[op], group=self.group, async_op=True
+            )
+            return self._launch("reduce_scatter", work, timeout_s, inp)
+        received = torch.empty_like(inp).view(self.size, -1)
+        arriving = self._all_to_all(received.view(-1), inp, timeout_s)
+
+        def finish() -> None:
+            arriving.wait()
+            out.view(-1).copy_(_reduce_rows(received, op))
+
+        return Work(finish)
+
+    def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
+        if not self._ordered:
+            work = dist.all_reduce(flat, op=_REDUCE_OPS[op], group=self.group, async_op=True)
+            return self._launch("all_reduce", work, timeout_s, flat)
+        gathered = flat.new_empty(self.size, flat.numel())
+        arriving = self._all_gather(gathered.view(-1), flat, timeout_s)
+
+        def finish() -> None:
+            arriving.wait()
+            flat.copy_(_reduce_rows(gathered, op))
+
+        return Work(finish)
+
+    def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work:
+        work = dist.broadcast(flat, group=self.group, group_src=src, async_op=True)
+        return self._launch("broadcast", work, timeout_s, flat)
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        work = dist.all_to_all_single(out.view(-1), inp.view(-1), group=self.group, async_op=True)
+        return self._launch("all_to_all", work, timeout_s, inp)
+
+    def _launch(
+        self, op: str, work: Any, timeout_s: float | None, tensor: torch.Tensor | None = None
+    ) -> Work:
+        numel = tensor.numel() if tensor is not None else 0
+        dtype = tensor.dtype if tensor is not None else None
+        limit = timeout_s if timeout_s is not None else self.timeout_s
+        # A timeout given to NCCL's wait blocks the host; without one only the stream waits.
+        host_wait = timeout_s is not None or self.device.type == "cpu"
+
+        def finish() -> None:
+            try:
+                if host_wait:
+                    work.wait(timedelta(seconds=limit))
+                else:
+                    work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{op} of {numel} {dtype} failed on rank {self.rank} of {self.size} (limit "
+                    f"{limit:g} s): {error}"
+                ) from error
+
+        return Work(finish)
+
+
+def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
+    if op == "sum":
+        return tree_sum_rows(rows)
+    return rows.amax(0) if op == "max" else rows.amin(0)
+
+
+def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout.total_seconds()

@@ -1,0 +1,75 @@
+"""From a mesh or a group to a comm."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shard_comm._comm import Comm
+from shard_comm._group import GroupComm
+from shard_comm._solo import SoloComm
+
+_comms: WeakKeyDictionary[dist.ProcessGroup, GroupComm] = WeakKeyDictionary()
+
+
+def comm_for(
+    mesh_or_group: Comm | DeviceMesh | dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> Comm:
+    """Return the comm for a mesh, a process group, or the whole world.
+
+    Args:
+        mesh_or_group: a comm (returned as it is), a 1-D mesh, a process group, or None for the
+            default group. Without an initialised default group, None is one rank.
+        device: where tensors live; by default what the group's backend serves.
+
+    Returns:
+        A SoloComm for one rank, else a GroupComm. The same group gives the same comm.
+
+    Raises:
+        ValueError: the mesh has more than one dimension.
+        TypeError: something else was given.
+
+    **Collective**: local.
+    """
+    if isinstance(mesh_or_group, Comm):
+        return mesh_or_group
+    group: dist.ProcessGroup | None
+    if mesh_or_group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if group is None:
+            return SoloComm(device or "cpu")
+    elif isinstance(mesh_or_group, DeviceMesh):
+        if mesh_or_group.ndim != 1:
+            raise ValueError(
+                f"expected a 1-D mesh, got {mesh_or_group}; pick one dimension, as in mesh['shard']"
+            )
+        device = device or mesh_or_group.device_type
+        if mesh_or_group.size() == 1:
+            return SoloComm(_with_index(device))
+        group = mesh_or_group.get_group()
+    else:
+        group = mesh_or_group
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"expected a Comm, DeviceMesh, ProcessGroup or None, got {type(mesh_or_group).__name__}"
+        )
+    if dist.get_world_size(group) == 1:
+        backend = dist.get_backend(group)
+        return SoloComm(_with_index(device or ("cuda" if "nccl" in backend else "cpu")))
+    comm = _comms.get(group)
+    if comm is None or (device is not None and comm.device.type != torch.device(device).type):
+        comm = GroupComm(group, device=device)
+        _comms[group] = comm
+    return comm
+
+
+def _with_index(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

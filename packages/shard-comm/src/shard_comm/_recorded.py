@@ -1,0 +1,104 @@
+"""A comm that counts what passes through it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shard_comm._comm import Comm, Work
+
+
+@dataclass
+class OpRecord:
+    """What one kind of collective did so far.
+
+    Attributes:
+        calls: number of calls.
+        payload_bytes: bytes of the larger side of each call (the output of a gather, the input
+            of a reduction), summed.
+        wait_s: seconds between each call and the end of its wait, summed; overlapped
+            collectives count their whole time.
+    """
+
+    calls: int = 0
+    payload_bytes: int = 0
+    wait_s: float = 0.0
+
+
+class Recorded(Comm):
+    """Pass every collective on to ``inner`` and count it.
+
+    Args:
+        inner: the comm that does the work.
+
+    Attributes:
+        records: operation name to its counts, e.g. ``records["all_gather"].payload_bytes``.
+    """
+
+    def __init__(self, inner: Comm) -> None:
+        super().__init__(inner.rank, inner.size, device=inner.device, timeout_s=inner.timeout_s)
+        self.inner = inner
+        self.records: defaultdict[str, OpRecord] = defaultdict(OpRecord)
+
+    def reset(self) -> None:
+        """Forget all counts. Local."""
+        self.records.clear()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the inner comm's memory. Local."""
+        return self.inner.empty(numel, dtype)
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return when every rank has called it."""
+        began = time.perf_counter()
+        self.inner.barrier(timeout_s=timeout_s)
+        self._count("barrier", 0, Work(), began).wait()
+
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Return every rank's object; its bytes are not counted."""
+        began = time.perf_counter()
+        everyone = self.inner.all_gather_object(obj, timeout_s=timeout_s)
+        self._count("all_gather_object", 0, Work(), began).wait()
+        return everyone
+
+    def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        began = time.perf_counter()
+        work = self.inner._all_gather(out, inp, timeout_s)
+        return self._count("all_gather", out.nbytes, work, began)
+
+    def _reduce_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
+    ) -> Work:
+        began = time.perf_counter()
+        work = self.inner._reduce_scatter(out, inp, op, timeout_s)
+        return self._count("reduce_scatter", inp.nbytes, work, began)
+
+    def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
+        began = time.perf_counter()
+        work = self.inner._all_reduce(flat, op, timeout_s)
+        return self._count("all_reduce", flat.nbytes, work, began)
+
+    def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work:
+        began = time.perf_counter()
+        work = self.inner._broadcast(flat, src, timeout_s)
+        return self._count("broadcast", flat.nbytes, work, began)
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        began = time.perf_counter()
+        work = self.inner._all_to_all(out, inp, timeout_s)
+        return self._count("all_to_all", inp.nbytes, work, began)
+
+    def _count(self, op: str, nbytes: int, work: Work, began: float) -> Work:
+        record = self.records[op]
+        record.calls += 1
+        record.payload_bytes += nbytes
+
+        def finish() -> None:
+            work.wait()
+            record.wait_s += time.perf_counter() - began
+
+        return Work(finish)

@@ -1,0 +1,167 @@
+"""Ranks as threads of one process: for tests, notebooks and debuggers."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import torch
+
+from shard_comm._comm import Comm, Work
+from shard_comm._tree import tree_sum
+
+
+class _Meeting:
+    """Where the ranks of one group meet; each call is one collective."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self._arrived: dict[int, tuple[Any, Any]] = {}
+        self._left: set[int] = set()
+        self._broken: str | None = None
+
+    def enter(self, rank: int, key: Any, value: Any, timeout_s: float) -> list[Any]:
+        """Wait for every rank; return their values in rank order."""
+        with self._changed:
+            self._arrived[rank] = (key, value)
+            self._changed.notify_all()
+            everyone = range(self.size)
+            self._await(lambda: len(self._arrived) == self.size, rank, key, timeout_s)
+            keys = [self._arrived[r][0] for r in everyone]
+            if any(k != keys[0] for k in keys):
+                calls = ", ".join(f"rank {r} calls {k}" for r, k in enumerate(keys))
+                self._break(f"ranks call different collectives: {calls}")
+                raise RuntimeError(self._broken)
+            return [self._arrived[r][1] for r in everyone]
+
+    def leave(self, rank: int, timeout_s: float) -> None:
+        """Wait until every rank has read what it needs; then the next meeting may begin."""
+        with self._changed:
+            self._left.add(rank)
+            if len(self._left) == self.size:
+                self._arrived.clear()
+                self._left.clear()
+                self._changed.notify_all()
+                return
+            self._await(lambda: rank not in self._left, rank, "the end of a collective", timeout_s)
+
+    def abort(self, reason: str) -> None:
+        with self._changed:
+            self._break(reason)
+
+    def _break(self, reason: str) -> None:
+        if self._broken is None:
+            self._broken = reason
+        self._changed.notify_all()
+
+    def _await(self, met: Any, rank: int, key: Any, timeout_s: float) -> None:
+        finite = timeout_s if timeout_s < threading.TIMEOUT_MAX else None
+        done = self._changed.wait_for(lambda: self._broken is not None or met(), finite)
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        if not done:
+            present = self._left or self._arrived.keys()
+            missing = sorted(set(range(self.size)) - set(present))
+            self._break(
+                f"rank {rank} of {self.size} waited {timeout_s:g} s at {key} for ranks {missing}"
+            )
+            raise RuntimeError(self._broken)
+
+
+class ThreadComm(Comm):
+    """One rank of a group whose ranks are threads of this process.
+
+    Mismatched calls raise on every rank and name what each one called. Make a whole group with
+    ``ThreadComm.group(size)`` and hand one member to each thread.
+    """
+
+    def __init__(self, rank: int, meeting: _Meeting, *, timeout_s: float) -> None:
+        super().__init__(rank, meeting.size, device=torch.device("cpu"), timeout_s=timeout_s)
+        self._meeting = meeting
+
+    @classmethod
+    def group(cls, size: int, *, timeout_s: float = 60.0) -> list[ThreadComm]:
+        """Return the members of a new group, in rank order. Local.
+
+        Raises:
+            ValueError: ``size`` is below 1.
+        """
+        if size < 1:
+            raise ValueError(f"expected size >= 1, got {size}")
+        meeting = _Meeting(size)
+        return [cls(rank, meeting, timeout_s=timeout_s) for rank in range(size)]
+
+    def abort(self, reason: str) -> None:
+        """Make every waiting and future call of the group raise RuntimeError. Local."""
+        self._meeting.abort(f"rank {self.rank} of {self.size} gave up: {reason}")
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return when every rank has called it."""
+        self._enter("barrier()", None, timeout_s)
+        self._leave(timeout_s)
+
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Return every rank's object; copies, as between processes."""
+        packed = self._enter("all_gather_object()", pickle.dumps(obj), timeout_s)
+        self._leave(timeout_s)
+        return [pickle.loads(p) for p in packed]
+
+    def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        everyone = self._enter(_key("all_gather", inp), inp, timeout_s)
+        for part, theirs in zip(out.view(self.size, -1), everyone, strict=True):
+            if part.data_ptr() != theirs.data_ptr():
+                part.copy_(theirs.view(-1))
+        self._leave(timeout_s)
+        return Work()
+
+    def _reduce_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
+    ) -> Work:
+        everyone = self._enter(_key(f"reduce_scatter {op}", inp), inp, timeout_s)
+        _reduce([theirs.view(self.size, -1)[self.rank] for theirs in everyone], op, out.view(-1))
+        self._leave(timeout_s)
+        return Work()
+
+    def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
+        result = torch.empty_like(flat)
+        everyone = self._enter(_key(f"all_reduce {op}", flat), flat, timeout_s)
+        _reduce(everyone, op, result)
+        self._leave(timeout_s)
+        flat.copy_(result)
+        return Work()
+
+    def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work:
+        everyone = self._enter(_key(f"broadcast from {src}", flat), flat, timeout_s)
+        if self.rank != src:
+            flat.copy_(everyone[src])
+        self._leave(timeout_s)
+        return Work()
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        everyone = self._enter(_key("all_to_all", inp), inp, timeout_s)
+        for part, theirs in zip(out.view(self.size, -1), everyone, strict=True):
+            part.copy_(theirs.view(self.size, -1)[self.rank])
+        self._leave(timeout_s)
+        return Work()
+
+    def _enter(self, key: str, value: Any, timeout_s: float | None) -> list[Any]:
+        return self._meeting.enter(self.rank, key, value, timeout_s or self.timeout_s)
+
+    def _leave(self, timeout_s: float | None) -> None:
+        self._meeting.leave(self.rank, timeout_s or self.timeout_s)
+
+
+def _key(op: str, tensor: torch.Tensor) -> str:
+    return f"{op} of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _reduce(terms: list[torch.Tensor], op: str, out: torch.Tensor) -> None:
+    if op == "sum":
+        tree_sum(terms, out=out)
+        return
+    combine = torch.maximum if op == "max" else torch.minimum
+    out.copy_(terms[0])
+    for term in terms[1:]:
+        combine(out, term, out=out)

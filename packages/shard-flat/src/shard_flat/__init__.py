@@ -1,0 +1,20 @@
+"""Where every element of every parameter lives: layouts, flat buffers, the sharded tensor."""
+
+from shard_flat._buffer import FullBuffer
+from shard_flat._layout import FlatLayout, ParamSpec, Piece, plan_layout
+from shard_flat._placement import Ragged, ShardSpec
+from shard_flat._protocol import GatherComm
+from shard_flat._tensor import ShardTensor, shard_tensor
+
+__all__ = [
+    "FlatLayout",
+    "FullBuffer",
+    "GatherComm",
+    "ParamSpec",
+    "Piece",
+    "Ragged",
+    "ShardSpec",
+    "ShardTensor",
+    "plan_layout",
+    "shard_tensor",
+]

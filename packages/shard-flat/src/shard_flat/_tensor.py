@@ -1,0 +1,267 @@
+"""The sharded tensor: global shape, one rank's piece."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from shard_flat._layout import ParamSpec, plan_layout
+from shard_flat._placement import Ragged, ShardSpec
+from shard_flat._protocol import GatherComm
+
+_meshes: WeakKeyDictionary[GatherComm, DeviceMesh] = WeakKeyDictionary()
+
+
+class ShardTensor(DTensor):
+    """A tensor with the parameter's global shape of which this rank holds one piece.
+
+    ``shape``, ``ndim`` and ``numel()`` are global. Element-wise, ``_foreach_`` and ``_fused_``
+    operations run on the pieces in one dispatch per call. Norms and sums are reduced over ranks
+    and come back as plain tensors, one collective for a whole list. An operation without a
+    sharded meaning raises TypeError.
+
+    Args:
+        local: ``[spec.stop - spec.start]``, this rank's elements; shared, not copied.
+        spec: name, global shape and range.
+        comm: the ranks that hold the other pieces.
+        mesh: the mesh to report as ``device_mesh``; by default one made from ``comm``'s size,
+            without process groups.
+        requires_grad: as for any tensor.
+
+    Raises:
+        ValueError: ``local`` does not have the shape that ``spec`` says.
+    """
+
+    spec: ShardSpec
+    comm: GatherComm
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardTensor],
+        local: torch.Tensor,
+        spec: ShardSpec,
+        *,
+        comm: GatherComm,
+        mesh: DeviceMesh | None = None,
+        requires_grad: bool = False,
+    ) -> ShardTensor:
+        if local.shape != (spec.stop - spec.start,):
+            raise ValueError(
+                f"{spec.name}: expected a piece of shape ({spec.stop - spec.start},), got "
+                f"{tuple(local.shape)} (rank {comm.rank} of {comm.size})"
+            )
+        dtensor_spec = DTensorSpec(
+            mesh if mesh is not None else mesh_of(comm, local.device.type),
+            (Ragged(spec.start, spec.stop),),
+            tensor_meta=TensorMeta(
+                torch.Size(spec.shape), _contiguous_strides(spec.shape), local.dtype
+            ),
+        )
+        return _make(local.detach(), spec, comm, dtensor_spec, requires_grad)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Made whole by ``__new__``."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub lacks func
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        from shard_flat._ops import dispatch  # the table names this class
+
+        return dispatch(func, args, kwargs or {})
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements ``[stop - start]``, the tensor's own memory."""
+        return self._local_tensor
+
+    def like(self, local: torch.Tensor) -> ShardTensor:
+        """Wrap another piece of the same range, shared and not copied. Local."""
+        spec = self._spec
+        meta = spec.tensor_meta
+        if meta is None or meta.dtype != local.dtype or local.device.type != self.device.type:
+            return ShardTensor(local, self.spec, comm=self.comm, mesh=spec.mesh)
+        return _make(local, self.spec, self.comm, spec, False)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's piece ``[stop - start]``, differentiable where gradients are on."""
+        if grad_placements is not None:
+            raise ValueError(f"{self.spec.name}: to_local() takes no grad_placements")
+        if torch.is_grad_enabled() and self.requires_grad:
+            local: torch.Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
+            return local
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Gather the whole tensor in its global shape, differentiable where gradients are on.
+
+        Each rank's gradient of the result is taken to be the same; every rank keeps its range.
+
+        **Collective**: all ranks of ``comm``. **Memory**: up to twice the full tensor, for the
+        call.
+        """
+        if grad_placements is not None:
+            raise ValueError(f"{self.spec.name}: full_tensor() takes no grad_placements")
+        full: torch.Tensor = _FullTensor.apply(self)  # type: ignore[no-untyped-call]
+        return full
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **kwargs: Any,
+    ) -> DTensor:
+        """Replicate over the mesh; the only placement a ragged piece can turn into here.
+
+        Raises:
+            ValueError: another placement or mesh is asked for.
+
+        **Collective**: all ranks of ``comm``.
+        """
+        mesh = self.device_mesh
+        wanted = tuple(placements or ())
+        if (device_mesh is not None and device_mesh != mesh) or wanted != (Replicate(),):
+            raise ValueError(
+                f"{self.spec.name}: a ShardTensor redistributes to (Replicate(),) on its own mesh "
+                f"only, got {wanted}; use full_tensor() and shard the result"
+            )
+        return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        spec = self.spec
+        return (
+            f"ShardTensor({spec.name!r}, shape={spec.shape}, range=[{spec.start}, {spec.stop}), "
+            f"rank={self.comm.rank} of {self.comm.size}, dtype={self.dtype})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        if id(self) in memo:
+            copied: ShardTensor = memo[id(self)]
+            return copied
+        result = self.like(self._local_tensor.clone())
+        if isinstance(self, torch.nn.Parameter):
+            result = torch.nn.Parameter(result, self.requires_grad)  # type: ignore[assignment]
+        else:
+            result.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = result
+        return result
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"{self.spec.name}: a ShardTensor holds its communicator and does not pickle; save it "
+            f"with shard_ckpt, or pickle full_tensor()"
+        )
+
+
+def mesh_of(comm: GatherComm, device_type: str) -> DeviceMesh:
+    """Return the mesh that stands for ``comm`` in ``device_mesh``: one per comm, no groups."""
+    mesh = _meshes.get(comm)
+    if mesh is None:
+        mesh = DeviceMesh(
+            device_type, torch.arange(comm.size), _init_backend=False, _rank=comm.rank
+        )
+        _meshes[comm] = mesh
+    return mesh
+
+
+def shard_tensor(full: torch.Tensor, *, comm: GatherComm, name: str = "tensor") -> ShardTensor:
+    """Cut a plain tensor into equal runs and keep this rank's.
+
+    Args:
+        full: the same values on every rank; any shape.
+        comm: the ranks to cut over.
+        name: what errors and checkpoints call it.
+
+    Returns:
+        A ShardTensor with a copy of this rank's elements.
+
+    **Collective**: local.
+    """
+    layout = plan_layout([ParamSpec(name, tuple(full.shape), full.dtype)], comm.size)
+    piece = layout.piece(comm.rank, 0)
+    spec = ShardSpec(
+        name, tuple(full.shape), piece.start, piece.stop, layout.starts[0], layout.shard_numel
+    )
+    local = full.detach().reshape(-1)[piece.start : piece.stop].clone()
+    return ShardTensor(local, spec, comm=comm, requires_grad=full.requires_grad)
+
+
+def gather_full(tensor: ShardTensor) -> torch.Tensor:
+    """Gather every rank's piece into a plain tensor of the global shape. Collective."""
+    spec, comm, local = tensor.spec, tensor.comm, tensor.local
+    if comm.size == 1:
+        return local.clone().view(spec.shape)
+    ranges = [spec.range_of(rank) for rank in range(comm.size)]
+    longest = max(stop - start for start, stop in ranges)
+    if longest == 0:
+        return local.new_empty(spec.shape)
+    send = local.new_zeros(longest)
+    send[: local.numel()].copy_(local)
+    received = local.new_empty(comm.size * longest)
+    comm.all_gather(received, send)
+    rows = received.view(comm.size, longest)
+    return torch.cat(
+        [rows[rank, : stop - start] for rank, (start, stop) in enumerate(ranges)]
+    ).view(spec.shape)
+
+
+def _make(
+    local: torch.Tensor,
+    spec: ShardSpec,
+    comm: GatherComm,
+    dtensor_spec: DTensorSpec,
+    requires_grad: bool,
+) -> ShardTensor:
+    made: ShardTensor = torch.Tensor._dtensor__new__(
+        ShardTensor, local, dtensor_spec, requires_grad=requires_grad
+    )
+    made.spec = spec
+    made.comm = comm
+    return made
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for dim in reversed(shape):
+        strides.append(step)
+        step *= max(dim, 1)
+    return tuple(reversed(strides))
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
+        ctx.source = tensor.detach()
+        return tensor.local.view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardTensor:
+        like: ShardTensor = ctx.source.like(grad.contiguous())
+        return like
+
+
+class _FullTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
+        ctx.source = tensor.detach()
+        return gather_full(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardTensor:
+        spec = ctx.source.spec
+        piece = grad.reshape(-1)[spec.start : spec.stop].clone()
+        like: ShardTensor = ctx.source.like(piece)
+        return like

@@ -1,0 +1,115 @@
+"""Where autograd enters and leaves a unit.
+
+Hooks stand on graph nodes, not on tensors: a node's pre-hook still runs after its output was
+viewed or changed in place, and it needs no extra node in the graph. One node may be the output
+of one unit and the input of the next; its hooks then end the later unit's backward before they
+begin the earlier one's, so that two full buffers are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+
+if TYPE_CHECKING:
+    from shard_fsdp._unit import Unit
+
+_KEY = "shard_fsdp"
+
+
+class Call:
+    """One forward of a unit that autograd recorded; it lives as long as its graph.
+
+    Attributes:
+        unit: whose forward it was.
+        versions: version counters of the unit's shards when it ran.
+        position: its place in the order of forwards, for prefetching.
+        begun: backward has reached its outputs and not yet passed all of its inputs.
+        done: backward has passed all of its inputs.
+        inputs: how many graph nodes its inputs come from; 0 where none requires a gradient.
+        passed: how many of them backward has reached.
+    """
+
+    def __init__(self, unit: Unit, versions: list[int]) -> None:
+        self.unit = unit
+        self.versions = versions
+        self.position = -1
+        self.inputs = 0
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Be ready for another backward through the same graph. Local."""
+        self.begun = False
+        self.done = False
+        self.passed = 0
+
+
+class _NodeHooks:
+    """All hooks of one graph node."""
+
+    def __init__(self) -> None:
+        self.ends: list[Call] = []
+        self.begins: list[Call] = []
+
+    def __call__(self, grads: Any) -> None:
+        for call in self.ends:
+            call.passed += 1
+            if call.begun and call.passed == call.inputs:
+                call.unit.end_backward(call)
+        for call in self.begins:
+            call.unit.begin_backward(call)
+
+
+def watch_inputs(call: Call, tensors: Iterable[torch.Tensor]) -> list[Node]:
+    """End ``call``'s backward when the gradients of all these tensors are complete.
+
+    Returns:
+        The nodes; keep them until the forward has used the tensors, since nothing else holds the
+        node of a leaf before that.
+
+    **Collective**: local.
+    """
+    nodes = list({_node_of(t) for t in tensors if t.requires_grad})
+    call.inputs = len(nodes)
+    for node in nodes:
+        _hooks_of(node).ends.append(call)
+    return nodes
+
+
+def watch_outputs(call: Call, tensors: Iterable[torch.Tensor]) -> int:
+    """Begin ``call``'s backward at the first gradient of these tensors.
+
+    Returns:
+        How many nodes are watched; 0 where no output requires a gradient.
+
+    **Collective**: local.
+    """
+    hooks = [_hooks_of(node) for node in {_node_of(t) for t in tensors if t.requires_grad}]
+    watched = [each for each in hooks if call not in each.ends]  # not an input handed through
+    for each in watched:
+        each.begins.append(call)
+    return len(watched)
+
+
+def _node_of(tensor: torch.Tensor) -> Node:
+    """The node that runs before anything behind ``tensor``; for a view, that of its base.
+
+    A change in place replaces the node of a view but not that of its base.
+    """
+    base = tensor._base
+    if base is not None and base.requires_grad and base.grad_fn is not None:
+        tensor = base
+    return get_gradient_edge(tensor).node
+
+
+def _hooks_of(node: Node) -> _NodeHooks:
+    metadata = cast("dict[Any, Any]", node.metadata)  # torch's stub takes it for a method
+    hooks = metadata.get(_KEY)
+    if hooks is None:
+        hooks = metadata[_KEY] = _NodeHooks()
+        node.register_prehook(hooks)
+    assert isinstance(hooks, _NodeHooks)
+    return hooks

@@ -1,0 +1,110 @@
+"""What surrounds one forward of a unit's module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from shard_fsdp._boundary import Call, watch_inputs, watch_outputs
+from shard_fsdp._schedule import in_backward
+from shard_fsdp._unit import Unit
+from shard_fsdp._walk import find_tensors, map_tensors
+
+
+class ForwardRun:
+    """One forward, from gathered parameters to resharded ones.
+
+    Call ``enter``, then the forward, then ``leave`` or, after an exception, ``fail``.
+
+    Args:
+        unit: the unit.
+        module: which of its modules runs.
+    """
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self._unit = unit
+        self._module = module
+        self._call: Call | None = None
+        self._inputs: list[Node] = []
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Gather, let the modules see full parameters, cast the inputs.
+
+        Returns:
+            ``(args, kwargs)`` for the forward.
+
+        **Collective**: all ranks of the unit's comm.
+        """
+        unit = self._unit
+        unit.schedule.enter_forward()
+        unit.active += 1
+        if unit.active == 1:
+            unit.unshard()
+            unit.wait_for_unshard()
+            for group in unit.groups:
+                group.register_full()
+        if not unit.to_run:
+            unit.to_run.update(unit.modules)
+        dtype = unit.mp_policy.param_dtype
+        if dtype is not None and unit.mp_policy.cast_forward_inputs:
+            args, kwargs = map_tensors(_caster(dtype), args), map_tensors(_caster(dtype), kwargs)
+        # A forward that recomputes for a checkpoint feeds saved tensors to a graph that is
+        # watched already.
+        if torch.is_grad_enabled() and not unit.in_backward:
+            self._call = Call(unit, [group.shard._version for group in unit.groups])
+            tensors: list[torch.Tensor] = []
+            find_tensors((args, kwargs), tensors)
+            self._inputs = watch_inputs(self._call, tensors)
+        return args, kwargs
+
+    def leave(self, output: Any) -> Any:
+        """Let the modules see sharded parameters, watch the outputs, free what may be freed.
+
+        Returns:
+            The output, cast where the policy says so.
+
+        **Collective**: local.
+        """
+        unit = self._unit
+        self._close()
+        unit.to_run.discard(self._module)
+        if unit.mp_policy.output_dtype is not None:
+            output = map_tensors(_caster(unit.mp_policy.output_dtype), output)
+        may_free = unit.reshards_after_forward and not unit.in_backward
+        if self._call is not None:
+            tensors: list[torch.Tensor] = []
+            all_seen = find_tensors(output, tensors)
+            if watch_outputs(self._call, tensors):
+                unit.add_call(self._call)
+            # Where an output may hide, nothing would gather again before its backward.
+            may_free = may_free and all_seen
+        if may_free and unit.active == 0 and not unit.to_run and not in_backward():
+            unit.reshard()
+        return output
+
+    def fail(self) -> None:
+        """Undo ``enter`` after an exception; the module stays usable. Local."""
+        unit = self._unit
+        self._close()
+        unit.to_run.clear()
+        if unit.active == 0 and not in_backward():
+            unit.reshard()
+
+    def _close(self) -> None:
+        unit = self._unit
+        unit.active -= 1
+        unit.schedule.leave_forward()
+        self._inputs = []
+        if unit.active == 0:
+            for group in unit.groups:
+                group.register_sharded()
+
+
+def _caster(dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return cast

@@ -1,0 +1,108 @@
+"""Finding the parameters of a unit, with every place that refers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shard_flat import ShardTensor
+
+# Original parameter -> its FQN in the unit that took it. Outer modules that still refer to the
+# original are tied to that unit; nothing else could tell them apart from a fresh parameter.
+_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@dataclass
+class ManagedParam:
+    """One parameter that is about to be sharded.
+
+    Attributes:
+        name: FQN as seen from the module being wrapped.
+        original: the plain parameter it was made from.
+        slots: every ``(module, attribute)`` that refers to it.
+    """
+
+    name: str
+    original: nn.Parameter
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+def collect_params(
+    modules: Sequence[nn.Module], *, stop_at: set[nn.Module], ignored: set[nn.Parameter]
+) -> list[ManagedParam]:
+    """Return the parameters below ``modules`` that no other unit owns, ties merged.
+
+    Args:
+        modules: the unit's modules, in order.
+        stop_at: modules of other units; neither they nor what is below them is entered.
+        ignored: parameters to leave alone.
+
+    Raises:
+        ValueError: a parameter is tied to one that another unit owns, or is sharded by torch.
+
+    **Collective**: local.
+    """
+    found: dict[int, ManagedParam] = {}
+    for i, root in enumerate(modules):
+        prefix = str(i) if len(modules) > 1 else ""
+        for path, module in _walk(root, stop_at, prefix):
+            for attribute, param in module._parameters.items():
+                if param is None or param in ignored:
+                    continue
+                name = f"{path}.{attribute}" if path else attribute
+                _check_free(name, param)
+                managed = found.setdefault(id(param), ManagedParam(name, param))
+                managed.slots.append((module, attribute))
+    return list(found.values())
+
+
+def mark_taken(params: Sequence[ManagedParam]) -> None:
+    """Remember which originals a unit owns. Local."""
+    for managed in params:
+        _taken[managed.original] = managed.name
+
+
+def _walk(root: nn.Module, stop_at: set[nn.Module], prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield ``(name, module)`` from ``root`` down, each module once, skipping ``stop_at``."""
+    seen: set[nn.Module] = set()
+    stack = [(prefix, root)]
+    while stack:
+        name, module = stack.pop()
+        if module in seen or (module in stop_at and module is not root):
+            continue
+        seen.add(module)
+        yield name, module
+        children = [
+            (f"{name}.{child}" if name else child, sub)
+            for child, sub in module._modules.items()
+            if sub is not None
+        ]
+        stack.extend(reversed(children))
+
+
+def _check_free(name: str, param: nn.Parameter) -> None:
+    owner = _taken.get(param)  # type: ignore[no-untyped-call]
+    if owner is not None:
+        raise ValueError(
+            f"{name}: tied to {owner}, which another unit shards already; put both modules into "
+            f"one unit, as in fully_shard([a, b]), or pass policy= and let ties be planned"
+        )
+    if isinstance(param, ShardTensor):
+        raise ValueError(
+            f"{name}: the parameter is sharded already (as {param.spec.name}); wrap each module "
+            f"once, from the inside out"
+        )
+    if param.device.type == "meta":
+        raise ValueError(
+            f"{name}: the parameter is on the meta device and has no values to shard; call "
+            f"to_empty() and initialise the module first"
+        )
+    if type(param.data) is not torch.Tensor:
+        raise ValueError(
+            f"{name}: expected a plain tensor, got {type(param.data).__name__}; list it in "
+            f"ignored_params= to leave it alone"
+        )

@@ -1,0 +1,189 @@
+"""From full gradients, one by one, to the shard of their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shard_comm import Comm, Work
+from shard_flat import FlatLayout, FullBuffer, ShardTensor
+from shard_fsdp._policy import UnitSettings
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A reduction under way: its result, and which parameters get a gradient from it."""
+
+    work: Work
+    out: torch.Tensor
+    wanted: list[bool]
+
+
+class GradReducer:
+    """Packs a group's gradients as they appear, reduces them once, hands out the pieces.
+
+    Each gradient is cast and copied into its slot of a buffer and freed; later ones for the same
+    slot are added, so unsynchronised microbatches accumulate in the reduction dtype. With one
+    rank there is no buffer: a gradient becomes the sharded parameter's gradient as it is.
+
+    Args:
+        layout: the group's layout.
+        params: the group's sharded parameters.
+        comm: the ranks to reduce over.
+        dtype: dtype of the buffer and of the sum.
+        settings: the unit's switches, read when a reduction starts.
+
+    Attributes:
+        arrived: which parameters have a gradient that was not handed out yet.
+
+    **Memory**: ``layout.numel`` elements of ``dtype`` from a group's first gradient until its
+    reduction has ended, and ``layout.shard_numel`` for the gradients that come out.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        params: Sequence[ShardTensor],
+        *,
+        comm: Comm,
+        dtype: torch.dtype,
+        settings: UnitSettings,
+    ) -> None:
+        self._layout = layout
+        self._params = params
+        self._comm = comm
+        self._dtype = dtype
+        self._settings = settings
+        self._buffer: FullBuffer | None = None
+        self._slots: list[torch.Tensor] = []
+        self._flight: _Flight | None = None
+        self.arrived = [False] * len(params)
+
+    def hook_for(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Return the hook that takes parameter ``index``'s gradient the moment it is there."""
+
+        def take(param: torch.Tensor) -> None:
+            grad, param.grad = param.grad, None
+            if grad is not None:
+                self.receive(index, grad)
+
+        return take
+
+    @torch.no_grad()
+    def receive(self, index: int, grad: torch.Tensor) -> None:
+        """Take one full gradient in the parameter's global shape.
+
+        Raises:
+            TypeError: the gradient is sparse.
+
+        **Collective**: local, except that a reduction of the same group that is still in flight
+        is waited for.
+        """
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"{self._params[index].spec.name}: expected a dense gradient, got layout "
+                f"{grad.layout} (rank {self._comm.rank} of {self._comm.size}); use sparse=False"
+            )
+        if self._comm.size == 1:
+            piece = grad.detach().reshape(-1).to(self._dtype)
+            self._keep(index, piece.div_(self._factor) if self._factor != 1 else piece)
+        else:
+            self.finish()
+            self._make_buffer()
+            slot = self._slots[index]
+            if self.arrived[index]:
+                slot.add_(grad)
+            else:
+                slot.copy_(grad)
+        self.arrived[index] = True
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Start reducing what has arrived; slots without a gradient count as zero.
+
+        **Collective**: all ranks, also those where nothing arrived.
+        """
+        wanted = self.arrived
+        if self._settings.zero_fill_unused:
+            wanted = [p.requires_grad for p in self._params]
+        arrived, self.arrived = self.arrived, [False] * len(self._params)
+        if self._comm.size == 1:
+            for index in _indices(wanted):
+                if not arrived[index]:
+                    self._keep(index, torch.zeros_like(self._params[index].local))
+            self._fire_user_hooks(wanted)
+            return
+        self.finish()
+        self._make_buffer()
+        assert self._buffer is not None
+        for index, slot in enumerate(self._slots):
+            if not arrived[index]:
+                slot.zero_()
+        for start, stop in self._layout.gaps():
+            self._buffer.data[start:stop].zero_()
+        out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
+        work = self._comm.reduce_scatter(out, self._buffer.data, async_op=True)
+        self._flight = _Flight(work, out, wanted)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the reduction in flight, if any, and hand out its pieces."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        flight.work.wait()
+        assert self._buffer is not None
+        self._buffer.release()
+        if self._factor != 1:
+            flight.out.div_(self._factor)
+        shard = flight.out.to(self._layout.dtype)
+        pieces = self._layout.pieces(self._comm.rank)
+        for index in _indices(flight.wanted):
+            piece = pieces[index]
+            self._keep(index, shard[piece.offset : piece.offset + piece.numel])
+        self._fire_user_hooks(flight.wanted)
+
+    def discard(self) -> None:
+        """Forget all gradients that were not handed out, after an exception."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.work.wait()
+        self.arrived = [False] * len(self._params)
+        if self._buffer is not None:
+            self._buffer.release()
+
+    @property
+    def _factor(self) -> float:
+        factor = self._settings.divide_factor
+        return self._comm.size if factor is None else factor
+
+    def _make_buffer(self) -> None:
+        if self._buffer is None:
+            data = self._comm.empty(self._layout.numel, self._dtype)
+            self._buffer = FullBuffer(self._layout, data)
+            self._slots = self._buffer.views()
+        self._buffer.allocate()
+
+    def _keep(self, index: int, piece: torch.Tensor) -> None:
+        """Set or add to the sharded parameter's gradient."""
+        param = self._params[index]
+        piece = piece.to(self._layout.dtype)
+        if param.grad is None:
+            param.grad = param.like(piece)
+        else:
+            grad = param.grad
+            assert isinstance(grad, ShardTensor)
+            grad.add_(param.like(piece))
+
+    def _fire_user_hooks(self, wanted: list[bool]) -> None:
+        for index in _indices(wanted):
+            param = self._params[index]
+            hooks = param._post_accumulate_grad_hooks
+            for hook in list((hooks or {}).values()):
+                hook(param)
+
+
+def _indices(flags: Sequence[bool]) -> Iterator[int]:
+    return (i for i, flag in enumerate(flags) if flag)

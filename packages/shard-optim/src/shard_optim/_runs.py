@@ -1,0 +1,63 @@
+"""Runs: tensors that lie side by side in memory and can be treated as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shard_flat import ShardTensor
+
+
+def piece_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a sharded tensor, or a plain tensor itself. Local."""
+    return tensor.local if isinstance(tensor, ShardTensor) else tensor.detach()
+
+
+def find_runs(columns: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+    """Group rows whose tensors follow each other in memory in every column.
+
+    Worked example, two columns, ``p`` cut from one buffer and ``g`` from another::
+
+        p  buffer[0:3) buffer[3:5) buffer[5:9)
+        g  other[0:3)  other[3:5)  elsewhere[0:4)
+
+    Rows 0 and 1 are one run, row 2 is another.
+
+    Args:
+        columns: per column one tensor per row; the tensors of a row have the same number of
+            elements. Rows without elements belong to no run.
+
+    Returns:
+        Row indices, each list in the order of memory.
+
+    **Collective**: local.
+    """
+    first = columns[0]
+    rows = [i for i, t in enumerate(first) if t.numel()]
+    rows.sort(key=lambda i: (first[i].untyped_storage().data_ptr(), first[i].data_ptr()))
+    runs: list[list[int]] = []
+    for i in rows:
+        if runs and all(_follows(column[runs[-1][-1]], column[i]) for column in columns):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
+
+
+def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one flat view ``[sum of numel]`` over the tensors of one run. Local."""
+    head = tensors[0]
+    if not head.is_contiguous():
+        return head
+    return head.as_strided((sum(t.numel() for t in tensors),), (1,), head.storage_offset())
+
+
+def _follows(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.data_ptr() + a.numel() * a.itemsize == b.data_ptr()
+        and a.dtype == b.dtype
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.is_contiguous()
+        and b.is_contiguous()
+    )

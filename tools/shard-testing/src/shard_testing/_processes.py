@@ -1,0 +1,130 @@
+"""Ranks as processes over Gloo."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import multiprocessing
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "shard_comm"]
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """Call ``fn(comm, *args)`` in ``world_size`` new processes joined by Gloo.
+
+    Processes are forked from a server that has torch loaded and nothing else, so starting one
+    takes milliseconds. Each runs one thread.
+
+    Args:
+        fn: a function at the top level of its file; its first argument is the rank's comm.
+        world_size: number of ranks.
+        args: further arguments; they must pickle.
+        timeout_s: seconds for everything; then all ranks are killed.
+
+    Returns:
+        What each rank returned, in rank order; it must pickle.
+
+    Raises:
+        RuntimeError: a rank raised (its traceback is in the message) or died.
+        TimeoutError: some ranks did not finish in time; each printed its stack to stderr.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes: dict[Connection, int] = {}
+        processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            job = (_locate(fn), rank, world_size, f"{folder}/store", args, timeout_s)
+            process = context.Process(target=_run_rank, args=(theirs, job), daemon=True)
+            process.start()
+            theirs.close()
+            pipes[ours] = rank
+            processes.append(process)
+        try:
+            return _collect(pipes, world_size, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: dict[Connection, int], world_size: int, deadline: float) -> list[Any]:
+    results: list[Any] = [None] * world_size
+    waiting = dict(pipes)
+    while waiting:
+        ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(waiting.values())} of {world_size} did not finish")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                ok, value = False, "the process died"
+            if not ok:
+                raise RuntimeError(f"rank {rank} of {world_size} failed:\n{value}")
+            results[rank] = value
+    return results
+
+
+def _locate(fn: Callable[..., Any]) -> tuple[str, str, str]:
+    """Module name, file and qualified name: test files are not importable by name alone."""
+    if "<locals>" in fn.__qualname__:
+        raise ValueError(f"{fn.__qualname__}: expected a function at the top level of its file")
+    file = sys.modules[fn.__module__].__file__
+    assert file is not None
+    return fn.__module__, str(Path(file).resolve()), fn.__qualname__
+
+
+def _load(where: tuple[str, str, str]) -> Any:
+    name, file, qualname = where
+    module = sys.modules.get(name)
+    if module is None:
+        sys.path.insert(0, str(Path(file).parent))
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return getattr(module, qualname)
+
+
+def _run_rank(pipe: Connection, job: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from shard_comm import comm_for
+
+    where, rank, world_size, store, args, timeout_s = job
+    faulthandler.dump_traceback_later(max(timeout_s - 2, 1), exit=False)
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        result = (True, _load(where)(comm_for(), *args))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - the parent raises it again
+        result = (False, traceback.format_exc())
+    faulthandler.cancel_dump_traceback_later()
+    pipe.send_bytes(pickle.dumps(result))
