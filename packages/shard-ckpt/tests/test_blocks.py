@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from shard_ckpt import _posix
 from shard_ckpt._blocks import (
     BLOCK_BYTES,

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from shard_ckpt._dtypes import dtype_name, header_shape, torch_dtype
 from shard_ckpt._header import header_length, parse_header
 

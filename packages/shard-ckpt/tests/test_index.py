@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from shard_ckpt import CheckpointError, FileRecord, Range, TensorRecord
 from shard_ckpt._blocks import BLOCK_BYTES
 from shard_ckpt._index import Index, check_coverage, encode_index, link_ties, parse_index
@@ -102,6 +103,7 @@ def test_disorder_is_refused(path: list[Any], value: Any, reason: str) -> None:
         parse_index(changed(path, value))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_damaged_text_is_refused_or_consistent(data: st.DataObject) -> None:
     raw = bytearray(encode_index(INDEX))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from shard_ckpt import CheckpointError
 from shard_ckpt._json import canonical_json, is_count, strict_loads
 
@@ -30,7 +31,7 @@ def test_what_was_written_is_read() -> None:
     ],
 )
 def test_nothing_else_is_read(raw: bytes, reason: str) -> None:
-    with pytest.raises(CheckpointError, match="file.json") as caught:
+    with pytest.raises(CheckpointError, match=r"file\.json") as caught:
         strict_loads(raw, label="file.json")
     assert reason in str(caught.value)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from shard_ckpt import CheckpointError, FileRecord
 from shard_ckpt._index import Index, encode_index
 from shard_ckpt._marker import encode_marker, marker_for, read_index, read_marker
@@ -38,10 +39,10 @@ def test_no_folder_is_no_file(tmp_path: Path) -> None:
 def test_the_index_is_what_the_marker_names(folder: Path) -> None:
     raw = (folder / "index.json").read_bytes()
     (folder / "index.json").write_bytes(raw + b" ")
-    with pytest.raises(CheckpointError, match="index.json: altered: expected SHA-256"):
+    with pytest.raises(CheckpointError, match=r"index\.json: altered: expected SHA-256"):
         read_index(folder)
     (folder / "index.json").unlink()
-    with pytest.raises(CheckpointError, match="index.json: missing, though COMMITTED names it"):
+    with pytest.raises(CheckpointError, match=r"index\.json: missing, though COMMITTED names it"):
         read_index(folder)
 
 

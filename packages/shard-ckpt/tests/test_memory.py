@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from shard_ckpt._memory import bytes_of, flat_range, is_flat, joined_runs
 
 

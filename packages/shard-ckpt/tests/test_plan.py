@@ -3,8 +3,9 @@ from __future__ import annotations
 import time
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from shard_ckpt._plan import (
     PART_BYTES,
     SPLIT_BYTES,
@@ -34,13 +35,14 @@ def test_example_in_the_documentation() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3 * MIB), st.sampled_from([1, 2, 4, 8])), max_size=12),
     st.integers(1, 9),
 )
 def test_every_element_is_dealt_once(sizes: list[tuple[int, int]], world_size: int) -> None:
     parts = [part for r in range(world_size) for part in deal(sizes, rank=r, world_size=world_size)]
-    covered = {at: 0 for at in range(len(sizes))}
+    covered = dict.fromkeys(range(len(sizes)), 0)
     for at, start, stop in sorted(parts):
         assert start == covered[at]
         covered[at] = stop
@@ -52,10 +54,14 @@ def test_every_element_is_dealt_once(sizes: list[tuple[int, int]], world_size: i
             assert (stop - start) * itemsize > PART_BYTES - 8
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=40), st.integers(1, 8))
 def test_ranks_write_about_as_many_bytes(sizes: list[int], world_size: int) -> None:
     loads = [
-        sum(stop - start for _, start, stop in deal([(n, 1) for n in sizes], rank=r, world_size=world_size))
+        sum(
+            stop - start
+            for _, start, stop in deal([(n, 1) for n in sizes], rank=r, world_size=world_size)
+        )
         for r in range(world_size)
     ]
     assert max(loads) - min(loads) <= SPLIT_BYTES + len(sizes)
@@ -116,7 +122,7 @@ def test_empty_pieces_write_nothing_and_empty_tensors_are_written_once() -> None
 
 def test_a_thousand_replicated_parameters_are_dealt_to_1024_ranks_at_once() -> None:
     sizes = [(4096 * 4096, 4), (4096, 4)] * 500
-    started = time.perf_counter()
+    started = time.process_time()
     mine = deal(sizes, rank=1000, world_size=1024)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
     assert sum(numel == 4096 * 4096 for numel, _ in (sizes[at] for at, _, _ in mine)) == 125

@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
 from shard_ckpt import PerRank
 from shard_ckpt._state import Leaf, flatten
 from shard_ckpt._values import PerRankRef, TensorRef
 from shard_comm import SoloComm, ThreadComm
 from shard_flat import ShardTensor, shard_tensor
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 
 T = torch.zeros(2)
 
@@ -154,7 +155,7 @@ def test_unusable_tensors_are_refused(tensor: torch.Tensor, reason: str) -> None
 def test_other_dtensors_are_refused() -> None:
     mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
     tensor = DTensor.from_local(T, mesh, (Replicate(),), run_check=False)
-    with pytest.raises(TypeError, match="model: w: .*got a DTensor"):
+    with pytest.raises(TypeError, match=r"model: w: .*got a DTensor"):
         flatten({"model": {"w": tensor}})
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from shard_ckpt import CheckpointError
 from shard_ckpt._json import canonical_json, strict_loads
 from shard_ckpt._values import PerRankRef, TensorRef, decode, encode
@@ -50,6 +51,7 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_values_come_back_as_themselves(value: Any) -> None:
     assert same(stored(value), value)
@@ -137,5 +139,5 @@ def test_what_would_not_come_back_is_refused(value: Any, where: str) -> None:
     ],
 )
 def test_what_was_not_stored_is_not_read(value: Any) -> None:
-    with pytest.raises(CheckpointError, match="extra.json"):
+    with pytest.raises(CheckpointError, match=r"extra\.json"):
         decode(value, label="extra.json")

@@ -8,7 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -60,6 +63,20 @@ class Running:
             if wanted in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
                 return int(child)
         raise AssertionError(f"rank {rank} is not among {children}")
+
+
+@contextmanager
+def deadline(limit_s: int) -> Iterator[None]:
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"waited for {limit_s} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(limit_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -124,7 +141,7 @@ def test_ranks_end_with_the_process_that_started_them(folder: Path) -> None:
     running = shard(LONG, folder)
     running.until_step(1)
     running.kill()
-    with (folder / "run" / ".lock").open("w") as lock:
+    with (folder / "run" / ".lock").open("w") as lock, deadline(60):
         fcntl.flock(lock, fcntl.LOCK_EX)  # held by rank 0 for as long as it lives
     last = list(steps_of(folder, "loss"))[-1]
     assert (folder / "run" / "checkpoints" / f"step-{last:08}").exists()

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from shard_train._screen import Screen, StepView, clock, console_for, shown_path
+from shard_train._screen import Screen, StepView, clock, console_for, shown_path, shown_warnings
 
 
 def view(step: int) -> StepView:
@@ -50,6 +51,19 @@ def test_lines_are_printed_as_they_are() -> None:
     line = "def f(x): return x[0], '[bold]' " + "x" * 100
     Screen(Console(file=out, width=40), steps=1, log_every=1).line(line)
     assert out.getvalue() == line + "\n"
+
+
+def test_warnings_about_checkpoints_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("shard_ckpt")
+    for rank in (0, 1):
+        screen = Screen(console_for(rank), steps=1, log_every=1)
+        with shown_warnings(screen):
+            logger.info("not this")
+            logger.warning("step %d: skipped", rank)
+    shown = capsys.readouterr()
+    assert shown.out == "step 0: skipped\n"
+    assert shown.err == ""
+    assert logger.handlers == []
 
 
 def test_only_the_first_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,17 @@ def test_handlers_are_put_back() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.number == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_end_of_the_starter_stops_the_ranks_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LAUNCHED, "1")
     stop = StopFlag()

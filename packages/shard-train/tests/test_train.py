@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from shard_ckpt import Checkpointer
 from shard_train import _train, read_config
 from shard_train._cli import main
+from shard_train._data import draw_batch
 from shard_train._metrics import read_metrics
 
 TINY = "--width 16 --layers 2 --heads 2 --seq 16 --batch 4 --held-out 9 --warmup 2 --ranks 1"
@@ -42,12 +44,10 @@ def record(folder: Path) -> dict[tuple[int, str], float]:
 
 
 def at_step(step: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = _train.draw_batch
-
     def draw_and_act(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs["step"] == step:
             act()
-        return draw(*args, **kwargs)
+        return draw_batch(*args, **kwargs)
 
     monkeypatch.setattr(_train, "draw_batch", draw_and_act)
 
@@ -142,6 +142,52 @@ def test_steps_after_the_last_checkpoint_are_taken_again(
     assert run("a", flags) == 0
     assert run("whole", flags) == 0
     assert record(tmp_path / "a") == record(tmp_path / "whole")
+
+
+def test_metrics_that_are_gone_are_no_obstacle(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("a", "--steps 3 --sample 0") == 0
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    assert run("a", "--steps 3 --sample 0") == 0
+    assert list(record(tmp_path / "a")) == [(3, "held_out_loss")]
+
+
+def test_skipped_checkpoint_is_explained(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("a", "--steps 3 --sample 0") == 0
+    (tmp_path / "a" / "checkpoints" / "step-00000009").mkdir()
+    assert run("a", "--steps 3 --sample 0") == 0
+    shown = capsys.readouterr().out
+    assert "step-00000009: skipped: " in shown
+    assert "Going on from step 3." in shown
+
+
+def test_damaged_checkpoint(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("a", "--steps 3 --sample 0") == 0
+    damaged = next((tmp_path / "a" / "checkpoints").glob("*/model*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    capsys.readouterr()
+    assert run("a", "--steps 3 --sample 0") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the last checkpoint cannot be read" in line
+    assert damaged.name in line
+
+
+def test_checkpoint_that_cannot_be_written(
+    run: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpointer, "save", full)
+    assert run("a", "--steps 3 --save-every 2 --sample 0") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step 2 could not be saved" in line
+    assert "No space left on device" in line
 
 
 def test_loss_that_is_no_number(

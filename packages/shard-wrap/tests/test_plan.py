@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_wrap import Policy, UnitPlan, by_class, by_name, by_size, plan_units
 from torch import nn
+
+from shard_wrap import Policy, UnitPlan, by_class, by_name, by_size, plan_units
 
 
 class Block(nn.Module):

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shard_wrap import Policy, by_class, by_name, by_size, read_tree
 from torch import nn
+
+from shard_wrap import Policy, by_class, by_name, by_size, read_tree
 
 
 def sized(numel: int) -> nn.Module:

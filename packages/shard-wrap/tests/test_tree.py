@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shard_wrap import read_tree
 from torch import nn
+
+from shard_wrap import read_tree
 
 
 class Block(nn.Module):

@@ -31,17 +31,26 @@ class Checkpointer:
         comm: the ranks that save and load.
         keep: after a save, remove committed steps but the newest ``keep``; None keeps all. The
             step just saved always stays.
+        timeout_s: how long a rank waits for the slowest one, as for ``save`` and ``load``.
 
     Raises:
         ValueError: ``keep`` is less than 1.
     """
 
-    def __init__(self, dir: str | os.PathLike[str], *, comm: Comm, keep: int | None = None) -> None:
+    def __init__(
+        self,
+        dir: str | os.PathLike[str],
+        *,
+        comm: Comm,
+        keep: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep: expected at least 1, or None for all, got {keep}")
         self._dir = Path(dir)
         self._comm = comm
         self._keep = keep
+        self._timeout_s = timeout_s
         self._reported: set[str] = set()
 
     def path(self, step: int) -> Path:
@@ -61,7 +70,7 @@ class Checkpointer:
 
         **Collective**: all ranks of the comm.
         """
-        save(state, self.path(step), comm=self._comm)
+        save(state, self.path(step), comm=self._comm, timeout_s=self._timeout_s)
         if self._keep is not None and self._comm.rank == 0:
             self._retire(step, self._keep)
 
@@ -112,10 +121,20 @@ class Checkpointer:
         **Collective**: all ranks of the comm.
         """
         chosen = attempt(lambda: self._choose(step))
-        choice = agree(self._comm, chosen, share=lambda number: number, timeout_s=None)[0]
+        choice = agree(self._comm, chosen, share=lambda number: number, timeout_s=self._timeout_s)[
+            0
+        ]
         if choice is None:
             return None
-        return choice, load(state, self.path(choice), comm=self._comm, strict=strict, cast=cast)
+        loaded = load(
+            state,
+            self.path(choice),
+            comm=self._comm,
+            strict=strict,
+            cast=cast,
+            timeout_s=self._timeout_s,
+        )
+        return choice, loaded
 
     def _choose(self, step: int | None) -> int | None:
         if step is not None:

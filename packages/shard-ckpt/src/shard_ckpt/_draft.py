@@ -78,6 +78,7 @@ class Draft:
         except OSError:
             _take_back(self._target)
             raise
+        self._release()
 
     def __enter__(self) -> Draft:
         return self

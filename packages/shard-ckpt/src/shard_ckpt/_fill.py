@@ -33,7 +33,7 @@ def fill(source: Source, targets: Sequence[Target]) -> None:
     flat = [target for target in targets if is_flat(target.leaf.tensor)]
     direct = [target for target in flat if _is_direct(target)]
     staged = [target for target in flat if not _is_direct(target)]
-    with torch.no_grad():
+    with torch.inference_mode():  # so that inference tensors can be filled too
         _read_direct(source, _sorted_reads(direct))
         by_device = sorted(staged, key=lambda target: str(target.leaf.tensor.device))
         for device, group in groupby(by_device, key=lambda target: target.leaf.tensor.device):
@@ -41,7 +41,7 @@ def fill(source: Source, targets: Sequence[Target]) -> None:
         for target in targets:
             if not is_flat(target.leaf.tensor):
                 _fill_scattered(source, target)
-    for target in direct:
+    for target in targets:
         _count_write(target)
 
 
@@ -134,7 +134,7 @@ def _read(source: Source, file: int, fd: int, views: Sequence[memoryview], offse
 
 
 def _count_write(target: Target) -> None:
-    """Tell autograd of a write that went past it, as any in-place operation would."""
+    """Tell autograd of a write that may have gone past it, as an in-place operation would."""
     for tensor in {id(t): t for t in (target.leaf.source, target.leaf.tensor)}.values():
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

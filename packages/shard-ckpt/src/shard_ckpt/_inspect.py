@@ -86,11 +86,9 @@ def verify(path: str | os.PathLike[str]) -> tuple[str, ...]:
         return (str(exc),)
     problems = []
     buffer = bytearray(BLOCK_BYTES)
-    for file, record in enumerate(source.index.files):
+    for file in range(len(source.index.files)):
         try:
             problems += _file_problems(source, file, buffer)
-            if record.name.endswith(TENSOR_SUFFIX):
-                problems += _stock_problems(source, file)
         except CheckpointError as exc:
             problems.append(str(exc))
     if not problems:
@@ -109,12 +107,14 @@ def _file_problems(source: Source, file: int, buffer: bytearray) -> list[str]:
             for block in range(len(record.crcs))
         ]
         problems = [problem for problem in found if problem is not None]
-        if record.name.endswith(TENSOR_SUFFIX) and not problems:
-            check_header(source, file, fd=fd)
-    return problems
+        if problems or not record.name.endswith(TENSOR_SUFFIX):
+            return problems
+        check_header(source, file, fd=fd)
+    return _stock_problems(source, file)
 
 
 def _stock_problems(source: Source, file: int) -> list[str]:
+    """Ask another implementation of the format."""
     path = source.folder / source.index.files[file].name
     try:
         with safe_open(path, framework="pt") as opened:

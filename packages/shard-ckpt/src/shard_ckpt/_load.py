@@ -21,6 +21,7 @@ from shard_ckpt._check import (
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import read_values
 from shard_ckpt._fill import fill
+from shard_ckpt._log import logger
 from shard_ckpt._marker import read_index
 from shard_ckpt._match import Target, match
 from shard_ckpt._merge import merge, missing_values
@@ -104,6 +105,8 @@ def load(
     agree(comm, checked, share=lambda _: None, timeout_s=timeout_s)
 
     filled = attempt(lambda: fill(mine.source, mine.targets))
+    if filled.error is not None:
+        logger.error("%s: reading failed after all checks; tensors are filled in part", folder)
     agree(comm, filled, share=lambda _: None, timeout_s=timeout_s)
     merged: dict[str, Any] = merge(state, mine.values)
     return merged

@@ -52,8 +52,7 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
 def byte_view(tensor: torch.Tensor, *, offset_bytes: int, nbytes: int) -> torch.Tensor:
     """Return bytes of the storage behind ``tensor`` as uint8 ``[nbytes]``, on its device. Local."""
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    with torch.no_grad():
-        return empty.set_(tensor.untyped_storage(), offset_bytes, (nbytes,))  # type: ignore[call-overload, no-any-return]
+    return empty.set_(tensor.untyped_storage(), offset_bytes, (nbytes,))  # type: ignore[call-overload, no-any-return]
 
 
 def joined_runs(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -191,7 +191,4 @@ def _own_part(leaves: Sequence[Leaf], share: Share) -> list[tuple[Leaf, int, int
 
 def digest_of(rows: Iterable[object]) -> str:
     """Return a hash of values that JSON can say. Local."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(canonical_json(row))
-    return digest.hexdigest()
+    return hashlib.sha256(canonical_json(list(rows))).hexdigest()

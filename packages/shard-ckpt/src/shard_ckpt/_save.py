@@ -59,9 +59,17 @@ class _Hello:
 
 
 @dataclass(frozen=True)
-class _Manifest:
+class Manifest:
+    """What a rank wrote.
+
+    Attributes:
+        files: in the order in which it wrote them.
+        ranges: number of the tensor among all, sorted by section and name, and where elements of it
+            lie; a range's file counts this rank's files.
+    """
+
     files: tuple[FileRecord, ...]
-    ranges: tuple[tuple[int, Range], ...]  # position in the sorted leaves; this rank's files
+    ranges: tuple[tuple[int, Range], ...]
 
 
 def save(
@@ -171,7 +179,7 @@ def _check_alike(
     raise AssertionError("ranks differ in structure, yet in no row")
 
 
-def _write_own(mine: _Prepared, folder: Path, hellos: Sequence[_Hello], comm: Comm) -> _Manifest:
+def _write_own(mine: _Prepared, folder: Path, hellos: Sequence[_Hello], comm: Comm) -> Manifest:
     origin = Origin(hellos[0].save_id, comm.rank, comm.size)
     shares = shares_of([hello.held for hello in hellos], comm.rank)
     entries = plan_entries(mine.holdings, rank=comm.rank, world_size=comm.size, shares=shares)
@@ -185,13 +193,13 @@ def _write_own(mine: _Prepared, folder: Path, hellos: Sequence[_Hello], comm: Co
         files.append(write_extras(folder, mine.extras, origin=origin))
     if files:
         sync_folder(folder)
-    return _Manifest(tuple(files), tuple(ranges))
+    return Manifest(tuple(files), tuple(ranges))
 
 
-def _publish(mine: _Prepared, save_id: str, manifests: Sequence[_Manifest]) -> int:
+def _publish(mine: _Prepared, save_id: str, manifests: Sequence[Manifest]) -> int:
     if mine.draft is None:
         return 0
-    index = _build_index(mine.leaves, save_id, manifests)
+    index = build_index(mine.leaves, save_id, manifests=manifests)
     for file in index.files:
         try:
             found = os.stat(mine.draft.path / file.name).st_size
@@ -206,7 +214,17 @@ def _publish(mine: _Prepared, save_id: str, manifests: Sequence[_Manifest]) -> i
     return index.nbytes
 
 
-def _build_index(leaves: Sequence[Leaf], save_id: str, manifests: Sequence[_Manifest]) -> Index:
+def build_index(leaves: Sequence[Leaf], save_id: str, *, manifests: Sequence[Manifest]) -> Index:
+    """Put together what the ranks wrote. Local.
+
+    Args:
+        leaves: sorted by section and name.
+        save_id: which save this is.
+        manifests: of every rank.
+
+    Raises:
+        ValueError: elements are missing or were written twice.
+    """
     files: list[FileRecord] = []
     ranges: list[list[Range]] = [[] for _ in leaves]
     for manifest in manifests:
@@ -218,5 +236,8 @@ def _build_index(leaves: Sequence[Leaf], save_id: str, manifests: Sequence[_Mani
         for leaf, parts in zip(leaves, ranges, strict=True)
     ]
     for record in records:
-        check_coverage(record)
+        try:
+            check_coverage(record)
+        except CheckpointError as exc:
+            raise ValueError(f"{exc}; save with a comm of all ranks that hold pieces") from exc
     return Index(save_id, len(manifests), link_ties(records), tuple(files))

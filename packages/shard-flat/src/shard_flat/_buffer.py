@@ -17,7 +17,10 @@ class FullBuffer:
 
     Args:
         layout: where each parameter lies.
-        data: ``[layout.numel]``, contiguous, with a storage of its own.
+        data: ``[layout.numel]``, contiguous, with a resizable storage of its own.
+
+    Raises:
+        ValueError: ``data`` has another shape, or its storage holds more than ``data``.
 
     **Memory**: ``layout.numel`` elements between ``allocate`` and ``release``, else none.
     """
@@ -25,10 +28,16 @@ class FullBuffer:
     def __init__(self, layout: FlatLayout, data: torch.Tensor) -> None:
         if data.shape != (layout.numel,):
             raise ValueError(f"expected data of shape ({layout.numel},), got {tuple(data.shape)}")
+        nbytes = data.untyped_storage().nbytes()
+        if nbytes != data.nbytes or not data.is_contiguous():
+            raise ValueError(
+                f"expected contiguous data with a storage of its own, got {data.nbytes} bytes of a "
+                f"storage of {nbytes}; releasing it would free what lies beside it"
+            )
         self.layout = layout
         self.data = data
         self._storage = data.untyped_storage()
-        self._nbytes = self._storage.nbytes()
+        self._nbytes = nbytes
 
     @property
     def allocated(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -26,6 +27,7 @@ class ParamSpec:
 
     Raises:
         ValueError: ``block`` is below 1 or a dimension is negative.
+        TypeError: a dimension or ``block`` is no integer.
     """
 
     name: str
@@ -34,7 +36,8 @@ class ParamSpec:
     block: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(d) for d in self.shape))
+        object.__setattr__(self, "shape", tuple(operator.index(d) for d in self.shape))
+        object.__setattr__(self, "block", operator.index(self.block))
         if self.block < 1:
             raise ValueError(f"{self.name}: expected block >= 1, got {self.block}")
         if any(d < 0 for d in self.shape):
@@ -108,7 +111,13 @@ class FlatLayout:
         return self.numel - sum(spec.numel for spec in self.specs)
 
     def piece(self, rank: int, index: int) -> Piece:
-        """Return what ``rank`` holds of parameter ``index``. Local, constant time."""
+        """Return what ``rank`` holds of parameter ``index``. Local, constant time.
+
+        Raises:
+            ValueError: ``rank`` is outside of ``range(world_size)``.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"expected a rank in [0, {self.world_size}), got {rank}")
         spec, origin = self.specs[index], self.starts[index]
         low = rank * self.shard_numel
         start = min(max(low - origin, 0), spec.numel)
@@ -122,8 +131,6 @@ class FlatLayout:
         Raises:
             ValueError: ``rank`` is outside of ``range(world_size)``.
         """
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"expected a rank in [0, {self.world_size}), got {rank}")
         return tuple(self.piece(rank, i) for i in range(len(self.specs)))
 
     def gaps(self) -> list[tuple[int, int]]:
@@ -164,7 +171,8 @@ def plan_layout(
 
     **Source**: minimal shard size under blocks that may not be cut is NP-hard (it contains
     Partition). The candidates tried are multiples of the least common multiples of subsets of
-    the block sizes, each checked by one greedy walk in two orders.
+    the block sizes, then those that halving the remaining interval gives; each is checked by
+    one greedy walk in two orders.
     """
     specs = tuple(specs)
     _check_specs(specs, world_size, align_bytes)
@@ -247,14 +255,14 @@ def _smallest_shard(
     subsets = (c for size in range(1, len(blocks) + 1) for c in combinations(blocks, size))
     for subset, _ in zip(subsets, range(_MAX_BLOCK_SUBSETS), strict=False):
         steps.add(math.lcm(align, *subset))
-    # With S a multiple of every block, each parameter shifts by less than its block, so this fits.
-    whole = math.lcm(align, *blocks)
+    # Both bounds hold: a shard that takes everything cuts nothing, and in one that is a multiple
+    # of every block each parameter shifts by less than its block.
     slack = sum(min(spec.block, spec.numel) for spec in specs)
-    bound = _round_up(floor + slack, whole)
-    best = bound
-    starts = _walk(specs, order, bound, world_size)
+    total = sum(spec.numel for spec in specs)
+    best = min(_round_up(total, align), _round_up(floor + slack, math.lcm(align, *blocks)))
+    starts = _walk(specs, order, best, world_size)
     if starts is None:
-        raise AssertionError(f"a shard of {bound} elements must hold {len(specs)} parameters")
+        raise AssertionError(f"a shard of {best} elements must hold {len(specs)} parameters")
     for step in sorted(steps, reverse=True):
         first = _round_up(floor, step)
         for shard in range(first, min(first + step * _MULTIPLES_TRIED, best), step):
@@ -262,4 +270,12 @@ def _smallest_shard(
             if found is not None:
                 best, starts = shard, found
                 break
+    low, high = floor // align, best // align
+    while low < high:
+        middle = (low + high) // 2
+        found = _walk(specs, order, middle * align, world_size)
+        if found is None:
+            low = middle + 1
+        else:
+            high, best, starts = middle, middle * align, found
     return best, starts

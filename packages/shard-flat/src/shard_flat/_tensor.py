@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from shard_flat._layout import ParamSpec, plan_layout
 from shard_flat._placement import Ragged, ShardSpec
 from shard_flat._protocol import GatherComm
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _meshes: WeakKeyDictionary[GatherComm, DeviceMesh] = WeakKeyDictionary()
 
@@ -36,7 +40,9 @@ class ShardTensor(DTensor):
         requires_grad: as for any tensor.
 
     Raises:
-        ValueError: ``local`` does not have the shape that ``spec`` says.
+        ValueError: ``local`` does not have the shape that ``spec`` says, or the range is not the
+            one that ``spec`` gives this rank.
+        TypeError: ``local`` is itself sharded.
     """
 
     spec: ShardSpec
@@ -52,10 +58,18 @@ class ShardTensor(DTensor):
         mesh: DeviceMesh | None = None,
         requires_grad: bool = False,
     ) -> ShardTensor:
+        where = f"(rank {comm.rank} of {comm.size})"
+        if isinstance(local, DTensor):
+            raise TypeError(f"{spec.name}: expected a plain piece, got {local!r} {where}")
         if local.shape != (spec.stop - spec.start,):
             raise ValueError(
                 f"{spec.name}: expected a piece of shape ({spec.stop - spec.start},), got "
-                f"{tuple(local.shape)} (rank {comm.rank} of {comm.size})"
+                f"{tuple(local.shape)} {where}"
+            )
+        if spec.range_of(comm.rank) != (spec.start, spec.stop):
+            raise ValueError(
+                f"{spec.name}: expected the range [{spec.start}, {spec.stop}), got an origin and a "
+                f"shard_numel that give {spec.range_of(comm.rank)} {where}"
             )
         dtensor_spec = DTensorSpec(
             mesh if mesh is not None else mesh_of(comm, local.device.type),
@@ -87,12 +101,33 @@ class ShardTensor(DTensor):
         return self._local_tensor
 
     def like(self, local: torch.Tensor) -> ShardTensor:
-        """Wrap another piece of the same range, shared and not copied. Local."""
+        """Wrap another piece of the same range, shared and not copied. Local.
+
+        Raises:
+            ValueError: ``local`` does not have the shape of this tensor's piece.
+        """
+        if local.shape != self._local_tensor.shape:
+            raise ValueError(
+                f"{self.spec.name}: expected a piece of shape {tuple(self._local_tensor.shape)}, "
+                f"got {tuple(local.shape)} (rank {self.comm.rank} of {self.comm.size})"
+            )
         spec = self._spec
         meta = spec.tensor_meta
         if meta is None or meta.dtype != local.dtype or local.device.type != self.device.type:
             return ShardTensor(local, self.spec, comm=self.comm, mesh=spec.mesh)
         return _make(local, self.spec, self.comm, spec, False)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same memory, unknown to autograd. To replace values use ``copy_``."""
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise TypeError(
+            f"{self.spec.name}: assigning .data would leave the piece as it is; copy into it under "
+            f"torch.no_grad(), as in p.copy_(values)"
+        )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return this rank's piece ``[stop - start]``, differentiable where gradients are on."""
@@ -149,6 +184,8 @@ class ShardTensor(DTensor):
         if id(self) in memo:
             copied: ShardTensor = memo[id(self)]
             return copied
+        if not self.is_leaf:
+            raise RuntimeError(f"{self.spec.name}: only leaves copy deeply; use detach().clone()")
         result = self.like(self._local_tensor.clone())
         if isinstance(self, torch.nn.Parameter):
             result = torch.nn.Parameter(result, self.requires_grad)  # type: ignore[assignment]
@@ -164,6 +201,25 @@ class ShardTensor(DTensor):
             f"{self.spec.name}: a ShardTensor holds its communicator and does not pickle; save it "
             f"with shard_ckpt, or pickle full_tensor()"
         )
+
+    def share_memory_(self) -> ShardTensor:
+        """Raise TypeError: a piece belongs to its rank."""
+        raise TypeError(f"{self.spec.name}: a ShardTensor does not move to shared memory")
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from shard_flat._checkpointable import write_items  # not before somebody saves this way
+
+        return write_items(fqn, self._local_tensor, self.spec, rank=self.comm.rank)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from shard_flat._checkpointable import chunks
+
+        return chunks(self.spec)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        from shard_flat._checkpointable import box_at
+
+        return box_at(self._local_tensor, self.spec, index)
 
 
 def mesh_of(comm: GatherComm, device_type: str) -> DeviceMesh:

@@ -41,11 +41,7 @@ class ForwardRun:
         unit = self._unit
         unit.schedule.enter_forward()
         unit.active += 1
-        if unit.active == 1:
-            unit.unshard()
-            unit.wait_for_unshard()
-            for group in unit.groups:
-                group.register_full()
+        unit.expose()
         if not unit.to_run:
             unit.to_run.update(unit.modules)
         dtype = unit.mp_policy.param_dtype
@@ -73,14 +69,12 @@ class ForwardRun:
         unit.to_run.discard(self._module)
         if unit.mp_policy.output_dtype is not None:
             output = map_tensors(_caster(unit.mp_policy.output_dtype), output)
-        may_free = unit.reshards_after_forward and not unit.in_backward
         if self._call is not None:
             tensors: list[torch.Tensor] = []
-            all_seen = find_tensors(output, tensors)
+            unit.keeps_full = not find_tensors(output, tensors)
             if watch_outputs(self._call, tensors):
                 unit.add_call(self._call)
-            # Where an output may hide, nothing would gather again before its backward.
-            may_free = may_free and all_seen
+        may_free = unit.reshards_after_forward and not unit.keeps_full
         if may_free and unit.active == 0 and not unit.to_run and not in_backward():
             unit.reshard()
         return output
@@ -98,9 +92,7 @@ class ForwardRun:
         unit.active -= 1
         unit.schedule.leave_forward()
         self._inputs = []
-        if unit.active == 0:
-            for group in unit.groups:
-                group.register_sharded()
+        unit.hide()
 
 
 def _caster(dtype: torch.dtype) -> Any:

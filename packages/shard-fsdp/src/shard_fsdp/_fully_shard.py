@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar, overload
+from typing import cast, overload
 
 import torch
 from torch import nn
@@ -16,19 +16,17 @@ from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._unit import Unit
 from shard_wrap import Policy, plan_units
 
-_Module = TypeVar("_Module", bound=nn.Module)
-
 
 @overload
 def fully_shard(
-    module: _Module,
+    module: nn.Module,
     *,
     mesh: DeviceMesh | Comm | None = ...,
     reshard_after_forward: bool | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     policy: Policy | None = ...,
-) -> _Module: ...
+) -> FSDPModule: ...
 
 
 @overload
@@ -40,7 +38,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     policy: None = ...,
-) -> list[nn.Module]: ...
+) -> list[FSDPModule]: ...
 
 
 def fully_shard(
@@ -51,7 +49,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
     policy: Policy | None = None,
-) -> nn.Module | list[nn.Module]:
+) -> FSDPModule | list[FSDPModule]:
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     Each call makes one unit of the parameters below ``module`` that no earlier call took: wrap
@@ -106,7 +104,7 @@ def fully_shard(
     else:
         _wrap_tree(modules, policy, ignored, make)
     _move_buffers(modules, comm.device)
-    return module
+    return cast("FSDPModule | list[FSDPModule]", module)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

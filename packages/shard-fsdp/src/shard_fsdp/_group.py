@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -29,6 +29,7 @@ class ParamGroup:
         mesh: the mesh that the sharded parameters report, if any.
         mp_policy: compute and reduction dtypes.
         settings: the unit's switches.
+        on_arrival: called at each gradient, inside backward.
 
     Attributes:
         shard: ``[layout.shard_numel]`` in the storage dtype, what this rank owns.
@@ -48,6 +49,7 @@ class ParamGroup:
         mesh: DeviceMesh | None,
         mp_policy: MixedPrecisionPolicy,
         settings: UnitSettings,
+        on_arrival: Callable[[], None],
     ) -> None:
         self._slots = [p.slots for p in params]
         self.comm = comm
@@ -77,6 +79,7 @@ class ParamGroup:
             comm=comm,
             dtype=mp_policy.reduce_dtype or compute,
             settings=settings,
+            on_arrival=on_arrival,
         )
         self.gathered_version = -1
         self._hooked = [False] * len(params)
@@ -122,10 +125,12 @@ class ParamGroup:
         if self.aliased:
             return Work()
         self.full.allocate()
-        own = self.full.slice_of(self.comm.rank)
-        with torch.no_grad():
-            own.copy_(self.shard)
-        return self.comm.all_gather(self.full.data, own, async_op=True)
+        source = self.shard
+        if source.dtype != self.full.data.dtype:
+            source = self.full.slice_of(self.comm.rank)
+            with torch.no_grad():
+                source.copy_(self.shard)  # the cast
+        return self.comm.all_gather(self.full.data, source, async_op=True)
 
     def reshard(self) -> None:
         """Free the full buffer. Local."""
@@ -142,7 +147,7 @@ class ParamGroup:
             if sharded.requires_grad and not self._hooked[i]:
                 self._hooked[i] = True
                 hook = self.reducer.hook_for(i)
-                full.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                full.register_post_accumulate_grad_hook(hook)
             for module, attribute in slots:
                 module._parameters[attribute] = full
 

@@ -85,7 +85,7 @@ def _walk(root: nn.Module, stop_at: set[nn.Module], prefix: str) -> Iterator[tup
 
 
 def _check_free(name: str, param: nn.Parameter) -> None:
-    owner = _taken.get(param)  # type: ignore[no-untyped-call]
+    owner = _taken.get(param)
     if owner is not None:
         raise ValueError(
             f"{name}: tied to {owner}, which another unit shards already; put both modules into "

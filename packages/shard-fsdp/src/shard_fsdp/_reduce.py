@@ -34,6 +34,7 @@ class GradReducer:
         comm: the ranks to reduce over.
         dtype: dtype of the buffer and of the sum.
         settings: the unit's switches, read when a reduction starts.
+        on_arrival: called at each gradient, inside backward.
 
     Attributes:
         arrived: which parameters have a gradient that was not handed out yet.
@@ -50,7 +51,9 @@ class GradReducer:
         comm: Comm,
         dtype: torch.dtype,
         settings: UnitSettings,
+        on_arrival: Callable[[], None],
     ) -> None:
+        self._on_arrival = on_arrival
         self._layout = layout
         self._params = params
         self._comm = comm
@@ -67,6 +70,7 @@ class GradReducer:
         def take(param: torch.Tensor) -> None:
             grad, param.grad = param.grad, None
             if grad is not None:
+                self._on_arrival()
                 self.receive(index, grad)
 
         return take

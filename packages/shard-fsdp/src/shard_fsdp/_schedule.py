@@ -85,14 +85,15 @@ class Schedule:
     def reduce(self, group: ParamGroup) -> None:
         """Start reducing a group's gradients. Collective.
 
-        The reduction before it is waited for, so that two reduction buffers are enough.
+        The reduction before it, which ran beside this unit's backward, is waited for first: one
+        buffer is in flight while the next one fills.
         """
+        if self._flying is not None:
+            self._flying.reducer.finish()
         arrived = group.reducer.arrived
         before = self._reduced.get(group, arrived)
         self._reduced[group] = [a or b for a, b in zip(arrived, before, strict=True)]
         group.reducer.launch()
-        if self._flying is not None and self._flying is not group:
-            self._flying.reducer.finish()
         self._flying = group
 
     def finish_backward(self) -> None:

@@ -33,6 +33,8 @@ class Unit:
         schedule: shared with all units of the same root.
         active: forwards of its modules that are running now.
         to_run: modules that have not run yet since the unit was last gathered for a forward.
+        keeps_full: its last forward returned an object that may hide tensors, so nothing would
+            gather again before their backward; full parameters stay until the next forward.
     """
 
     def __init__(
@@ -54,17 +56,26 @@ class Unit:
             kind = (managed.original.dtype, managed.original.requires_grad)
             by_kind.setdefault(kind, []).append(managed)
         self.groups = [
-            ParamGroup(members, comm=comm, mesh=mesh, mp_policy=mp_policy, settings=settings)
+            ParamGroup(
+                members,
+                comm=comm,
+                mesh=mesh,
+                mp_policy=mp_policy,
+                settings=settings,
+                on_arrival=lambda: self.schedule.start_backward(),
+            )
             for members in by_kind.values()
         ]
         self.schedule = Schedule(self)
         self.active = 0
         self.to_run: set[nn.Module] = set()
+        self.keeps_full = False
         self._gathering: list[Work] = []
         self._is_full = False
         self._calls: WeakSet[Call] = WeakSet()
         self._open_calls = 0
         self._touched = False
+        self._exposed = 0
         for group in self.groups:
             group.register_sharded()
 
@@ -96,8 +107,12 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Wait until the full parameters are there."""
         gathering, self._gathering = self._gathering, []
-        for work in gathering:
-            work.wait()
+        try:
+            for work in gathering:
+                work.wait()
+        except BaseException:
+            self._is_full = False
+            raise
 
     def reshard(self) -> None:
         """Free the full buffers. Local, except that a gather under way is waited for."""
@@ -106,6 +121,25 @@ class Unit:
             self._is_full = False
             for group in self.groups:
                 group.reshard()
+
+    def expose(self) -> None:
+        """Gather, and let the modules see full parameters until as many calls of ``hide``.
+
+        **Collective**: all ranks.
+        """
+        self._exposed += 1
+        self.unshard()
+        self.wait_for_unshard()
+        if self._exposed == 1:
+            for group in self.groups:
+                group.register_full()
+
+    def hide(self) -> None:
+        """Undo one ``expose``: the last one lets the modules see sharded parameters. Local."""
+        self._exposed -= 1
+        if self._exposed == 0:
+            for group in self.groups:
+                group.register_sharded()
 
     # --- backward ---
 
@@ -118,13 +152,12 @@ class Unit:
         """Backward has reached the outputs of ``call``. Collective."""
         self.schedule.start_backward()
         self._touched = True
+        self._check_unchanged(call)
         if not call.begun:
             call.rewind()
             call.begun = True
             self._open_calls += 1
-        self._check_unchanged(call)
-        self.unshard()
-        self.wait_for_unshard()
+            self.expose()  # a checkpoint inside may run parts of the forward again
         self.schedule.prefetch_before(call)
 
     def end_backward(self, call: Call) -> None:
@@ -132,7 +165,8 @@ class Unit:
         call.begun = False
         call.done = True
         self._open_calls -= 1
-        if self._open_calls == 0 and self.settings.reshard_after_backward:
+        self.hide()
+        if self._open_calls == 0 and self.settings.reshard_after_backward and not self.keeps_full:
             self.reshard()
         if all(each.done for each in self._calls):
             self.reduce_touched()
@@ -147,11 +181,13 @@ class Unit:
     def end_step(self) -> None:
         """Be ready for the next forward. Local."""
         self._touched = False
-        self._open_calls = 0
+        while self._open_calls:
+            self._open_calls -= 1
+            self.hide()
         self.to_run.clear()
         for call in self._calls:
             call.rewind()
-        if self.settings.reshard_after_backward:
+        if self.settings.reshard_after_backward and not self.keeps_full:
             self.reshard()
 
     def _check_unchanged(self, call: Call) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,27 +50,46 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 
 def find_tensors(value: Any, into: list[torch.Tensor]) -> bool:
-    """Append every tensor in ``value`` to ``into``.
+    """Append every tensor reachable from ``value`` to ``into``.
+
+    Containers, dataclasses and the attributes of other objects are looked through.
 
     Returns:
-        False where an object was met that may hide tensors: its class is not known here.
+        False where something was met that may hide tensors, such as a function or a generator.
     """
+    return _find(value, into, set())
+
+
+def _find(value: Any, into: list[torch.Tensor], seen: set[int]) -> bool:
     if isinstance(value, torch.Tensor):
         into.append(value)
         return True
     if isinstance(value, _PLAIN):
         return True
+    if id(value) in seen:
+        return True
+    seen.add(id(value))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return _find_in(value, into)
+        return _find_all(value, into, seen)
     if isinstance(value, Mapping):
-        return _find_in(value.values(), into)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _find_in([getattr(value, f.name) for f in dataclasses.fields(value)], into)
-    return False
+        return _find_all(value.values(), into, seen) and _find_attributes(value, into, seen)
+    hides = callable(value) or isinstance(value, Iterator)
+    return not hides and _find_attributes(value, into, seen)
 
 
-def _find_in(values: Iterable[Any], into: list[torch.Tensor]) -> bool:
+def _find_attributes(value: Any, into: list[torch.Tensor], seen: set[int]) -> bool:
+    names = [name for cls in type(value).__mro__ for name in _slots(cls)]
+    slots = [getattr(value, name) for name in names if hasattr(value, name)]
+    return _find_all([*getattr(value, "__dict__", {}).values(), *slots], into, seen)
+
+
+def _slots(cls: type) -> Iterable[str]:
+    slots = cls.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else slots
+
+
+def _find_all(values: Iterable[Any], into: list[torch.Tensor], seen: set[int]) -> bool:
     known = True
     for value in values:
-        known = find_tensors(value, into) and known
+        known = _find(value, into, seen) and known
     return known

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
 
-from shard_flat import ShardTensor
-from shard_optim._plan import SLOTS, StepPlan, allocate_state, make_plan
-from shard_optim._runs import piece_of
+from shard_optim._grads import grad_piece
+from shard_optim._groups import check_hyper, check_memory, check_params, name_in, names_of, unpack
+from shard_optim._plan import Lane, StepPlan, make_plan
+from shard_optim._slots import SLOTS, allocate_slots
+from shard_optim._state import hyper_of, match_state, pack_groups
 
 
 class AdamW(Optimizer):
     """Adam with decoupled weight decay, one fused call per parameter group.
 
     Parameters, gradients and moments that lie side by side in memory, as those of a sharded unit
-    do, are updated as one flat tensor. Results are those of ``torch.optim.AdamW(fused=True)``.
+    do, are updated as one flat tensor. Results are those of ``torch.optim.AdamW(fused=True)`` up
+    to rounding, and have the same bits however the parameters are sharded. A group whose
+    parameters are of several dtypes or on several devices takes one call for each.
 
     Args:
         params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either, as
             torch's optimizers take them.
-        lr: learning rate, at least 0.
+        lr: learning rate, at least 0; a number or a scalar tensor.
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: decoupled decay, at least 0.
 
     Raises:
-        ValueError: a hyper-parameter is out of range.
+        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
+            twice, shares memory with another, is no leaf, has holes between its elements or is
+            not floating point.
 
     **Collective**: local; nothing is ever sent.
 
@@ -47,17 +55,43 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"expected lr >= 0, got {lr}")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"expected both betas in [0, 1), got {betas}")
-        if not eps >= 0:
-            raise ValueError(f"expected eps >= 0, got {eps}")
-        if not weight_decay >= 0:
-            raise ValueError(f"expected weight_decay >= 0, got {weight_decay}")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_hyper(defaults, "")
+        if not isinstance(params, torch.Tensor):
+            params = list(params)
+            if not params:
+                raise ValueError(
+                    "expected at least one parameter, got none; a generator gives its parameters "
+                    "only once"
+                )
         self._plans: dict[int, StepPlan] = {}
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy; what a step needs besides is made anew."""
+        super().__setstate__(state)
+        self._plans = {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with hyper-parameters of its own where it names any. Local.
+
+        Args:
+            param_group: ``"params"`` as in the constructor, and hyper-parameters.
+
+        Raises:
+            TypeError: as for the constructor.
+            ValueError: as for the constructor; nothing was added.
+        """
+        if not isinstance(param_group["params"], set):  # torch's own check refuses sets
+            entries = param_group["params"]
+            entries = [entries] if isinstance(entries, torch.Tensor) else list(entries)
+            param_group["params"] = entries
+            number = len(self.param_groups)
+            params, names = unpack(entries, number)
+            first = f" ({names[0]}, ...)" if names else ""
+            check_hyper({**self.defaults, **param_group}, f"group {number}{first}: ")
+            check_params(params, names, self.param_groups)
+        super().add_param_group(param_group)
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -76,56 +110,36 @@ class AdamW(Optimizer):
             What ``closure`` returned.
 
         Raises:
-            ValueError: a gradient's dtype or kind is not that of its parameter.
+            ValueError: a gradient is sparse, or its dtype, kind or range is not that of its
+                parameter; parameters of this and later groups are as they were.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
-            members = [p for p in group["params"] if p.grad is not None]
-            if not members:
-                continue
-            grads = [_grad_piece(p) for p in members]
+            found = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
+            members = [param for param, _ in found]
+            grads = [grad_piece(param, grad, self._name_of) for param, grad in found]
             plan = self._plans.get(index)
-            if plan is None or not plan.holds(members, grads):
-                for param in members:
-                    _check_grad(param)
+            if plan is None or not plan.holds(members, grads, self.state):
+                check_memory(group["params"], self._name_of)
                 plan = self._plans[index] = make_plan(members, grads, self.state)
-            beta1, beta2 = group["betas"]
-            torch._foreach_add_(plan.steps, 1)
-            for cut in plan.cuts():
-                cut.load()
-            torch._fused_adamw_(
-                plan.params.parts,
-                plan.join_grads(grads),
-                plan.slots["exp_avg"].parts,
-                plan.slots["exp_avg_sq"].parts,
-                [],
-                plan.part_steps(),
-                lr=group["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-            )
-            for cut in plan.cuts():
-                cut.store()
-            if plan.empty:
-                # A rank whose piece is empty must see the same change of version as the others.
-                torch.autograd.graph.increment_version(plan.empty)
+            plan.count()
+            for lane in plan.lanes:
+                _update(lane, grads, group)
+            torch.autograd.graph.increment_version(plan.touched)
         return loss
 
     def state_dict(self, *, allocate: bool = False) -> dict[str, Any]:
         """Return state and hyper-parameters by parameter name, sharing memory with the optimizer.
 
-        Reading changes no result of training.
+        Reading changes no result of training. What is written into the moments is seen by the
+        optimizer at any time, what is written into a step counter until the next step.
 
         Args:
-            allocate: make the state of parameters that have none yet (zeros, step 0), so
-                that a checkpoint can be loaded into it.
+            allocate: make the state of parameters that are to be trained and have none yet
+                (zeros, step 0), so that a checkpoint can be loaded into it.
 
         Returns:
             ``{"state": {name: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}``, where
@@ -137,26 +151,24 @@ class AdamW(Optimizer):
 
         **Collective**: local.
         """
-        names = self._names()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        names = names_of(self.param_groups)
+        self._plans.clear()
         if allocate:
-            self._plans.clear()
-            for param in names:
-                if param.requires_grad:
-                    allocate_state(param, self.state[param])
-                    self.state[param]["step"] = self.state[param]["step"].clone()
-        return {
+            for group in self.param_groups:
+                allocate_slots([p for p in group["params"] if p.requires_grad], self.state)
+        result: dict[str, Any] = {
             "state": {n: dict(self.state[p]) for p, n in names.items() if self.state.get(p)},
-            "param_groups": [
-                {
-                    **{k: v for k, v in group.items() if k not in ("params", "param_names")},
-                    "params": [names[p] for p in group["params"]],
-                }
-                for group in self.param_groups
-            ],
+            "param_groups": pack_groups(self.param_groups, names),
         }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, result)
+            result = result if changed is None else changed
+        return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy state and hyper-parameters in, by name, or by position from a torch optimizer.
+        """Copy state and hyper-parameters in, by name, or by position where there are no names.
 
         Gradients stay as they are. Parameters without state in ``state_dict`` lose theirs.
 
@@ -170,116 +182,52 @@ class AdamW(Optimizer):
 
         **Collective**: local.
         """
-        names = self._names()
-        sources = self._match(state_dict, names)
-        for param, source in sources.items():
-            _check_state(names[param], param, source)
+        saved = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, saved)
+            saved = saved if changed is None else changed
+        names = names_of(self.param_groups)
+        sources = match_state(saved, self.param_groups, names)
         self._plans.clear()
+        for param in names.keys() - sources.keys():
+            self.state.pop(param, None)
+        for group, theirs in zip(self.param_groups, saved["param_groups"], strict=True):
+            allocate_slots([p for p in group["params"] if p in sources], self.state)
+            group.update(deepcopy(hyper_of(theirs)))
         with torch.no_grad():
-            for param in names.keys() - sources.keys():
-                self.state.pop(param, None)
             for param, source in sources.items():
-                state = self.state[param]
-                state.pop("step", None)
-                allocate_state(param, state)
-                state["step"].fill_(float(source["step"]))
+                own = self.state[param]
+                own["step"] = torch.full_like(own["step"], float(source["step"]))
                 for slot in SLOTS:
-                    state[slot].copy_(source[slot])
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+                    own[slot].copy_(source[slot])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
-    def _names(self) -> dict[torch.Tensor, str]:
-        names: dict[torch.Tensor, str] = {}
-        for number, group in enumerate(self.param_groups):
-            given = group.get("param_names")
-            for i, param in enumerate(group["params"]):
-                if given is not None:
-                    names[param] = given[i]
-                elif isinstance(param, ShardTensor):
-                    names[param] = param.spec.name
-                else:
-                    names[param] = f"{number}.{i}"
-        if len(set(names.values())) != len(names):
-            seen: set[str] = set()
-            twice = next(n for n in names.values() if n in seen or seen.add(n))  # type: ignore[func-returns-value]
-            raise ValueError(
-                f"{twice}: two parameters have this name; pass (name, parameter) pairs"
-            )
-        return names
-
-    def _match(
-        self, state_dict: Mapping[str, Any], names: dict[torch.Tensor, str]
-    ) -> dict[torch.Tensor, Mapping[str, Any]]:
-        """The saved state of each parameter that has one, after checking groups and names."""
-        saved_groups = state_dict["param_groups"]
-        if len(saved_groups) != len(self.param_groups):
-            raise ValueError(
-                f"expected {len(self.param_groups)} parameter groups, got {len(saved_groups)}"
-            )
-        found: dict[torch.Tensor, Mapping[str, Any]] = {}
-        used = set()
-        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            keys = list(saved["params"])
-            if keys and not isinstance(keys[0], str):
-                if len(keys) != len(group["params"]):
-                    raise ValueError(
-                        f"group {number}: expected {len(group['params'])} parameters, got "
-                        f"{len(keys)}"
-                    )
-            else:
-                mine = [names[p] for p in group["params"]]
-                if set(mine) != set(keys):
-                    raise ValueError(
-                        f"group {number}: missing {sorted(set(mine) - set(keys))}, unexpected "
-                        f"{sorted(set(keys) - set(mine))}"
-                    )
-                keys = mine
-            for param, key in zip(group["params"], keys, strict=True):
-                used.add(key)
-                if state_dict["state"].get(key):
-                    found[param] = state_dict["state"][key]
-        unexpected = sorted(map(str, set(state_dict["state"]) - used))
-        if unexpected:
-            raise ValueError(f"state for {unexpected}, which no group lists")
-        return found
+    def _name_of(self, param: torch.Tensor) -> str:
+        return name_in(self.param_groups, param)
 
 
-def _grad_piece(param: torch.Tensor) -> torch.Tensor:
-    """This rank's gradient, laid out in memory like the parameter."""
-    grad = piece_of(param.grad)  # type: ignore[arg-type]
-    if isinstance(param, ShardTensor) or grad.stride() == param.stride():
-        return grad
-    return torch.empty_like(param).copy_(grad)
-
-
-def _check_grad(param: torch.Tensor) -> None:
-    grad = param.grad
-    assert grad is not None
-    name = param.spec.name if isinstance(param, ShardTensor) else "a parameter"
-    if grad.layout is not torch.strided or grad.dtype != param.dtype:
-        raise ValueError(
-            f"{name}: expected a dense gradient of {param.dtype}, got {grad.layout} of {grad.dtype}"
-        )
-    if isinstance(grad, ShardTensor) != isinstance(param, ShardTensor):
-        raise ValueError(
-            f"{name}: expected a gradient of type {type(param).__name__}, got {type(grad).__name__}"
-        )
-
-
-def _check_state(name: str, param: torch.Tensor, source: Mapping[str, Any]) -> None:
-    for key in ("step", *SLOTS):
-        if key not in source:
-            raise ValueError(f"{name}: the state has no {key!r}, only {sorted(source)}")
-    for slot in SLOTS:
-        value = source[slot]
-        if tuple(value.shape) != tuple(param.shape):
-            raise ValueError(
-                f"{name}: expected {slot} of shape {tuple(param.shape)}, got {tuple(value.shape)}"
-            )
-        if isinstance(value, ShardTensor):
-            mine = param.spec if isinstance(param, ShardTensor) else None
-            if mine is None or (mine.start, mine.stop) != (value.spec.start, value.spec.stop):
-                raise ValueError(
-                    f"{name}: {slot} is a piece [{value.spec.start}, {value.spec.stop}) of another "
-                    f"sharding; load it with shard_ckpt, which moves state between world sizes"
-                )
+def _update(lane: Lane, grads: Sequence[torch.Tensor], group: Mapping[str, Any]) -> None:
+    lr = group["lr"]
+    device = lane.params.parts[0].device
+    beta1, beta2 = group["betas"]
+    changed = lane.changed()
+    for cut in changed:
+        cut.load()
+    torch._fused_adamw_(
+        lane.params.parts,
+        lane.join_grads(grads),
+        lane.slots["exp_avg"].parts,
+        lane.slots["exp_avg_sq"].parts,
+        [],
+        lane.steps,
+        lr=lr.to(device) if isinstance(lr, torch.Tensor) else lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+    for cut in changed:
+        cut.store()

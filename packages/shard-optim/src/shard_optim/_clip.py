@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shard_flat import GatherComm, ShardTensor
+from shard_optim._norm import power_sum
 from shard_optim._runs import find_runs, join, piece_of
 
 
@@ -17,6 +19,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Scale gradients so that the norm of all of them together is at most ``max_norm``.
 
@@ -26,68 +29,105 @@ def clip_grad_norm_(
     between two float32 numbers.
 
     Args:
-        parameters: sharded, plain or both; those without a gradient are passed over.
+        parameters: sharded, plain or both; those without a gradient are passed over, and one
+            that is listed twice counts once.
         max_norm: the bound, at least 0.
         norm_type: the p of the norm, above 0; ``inf`` for the largest element.
         error_if_nonfinite: raise where the norm is inf or NaN, before any gradient changes.
+        foreach: taken so that calls of torch's function work unchanged; it has no effect.
 
     Returns:
         The norm before clipping, a plain float32 scalar, the same on all ranks.
 
     Raises:
-        ValueError: ``max_norm`` or ``norm_type`` is out of range.
+        TypeError: a parameter is one of torch's own DTensors.
+        ValueError: ``max_norm`` or ``norm_type`` is out of range; a gradient is sparse, or is
+            sharded where its parameter is plain or the other way round.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; raised on all
             ranks.
 
     **Collective**: one all_reduce of one number per comm that a sharded parameter uses; every
     rank of it must call, with the same parameters.
+
+    **Memory**: 1 MiB on a CPU, 128 MiB elsewhere, for the call.
     """
     norm_type = float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"expected max_norm >= 0, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"expected norm_type > 0, got {norm_type}")
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    params = list({id(param): param for param in listed}.values())
     if not params:
         return torch.zeros(())
-    by_comm: dict[GatherComm | None, list[torch.Tensor]] = {}
-    for param in params:
-        comm = param.comm if isinstance(param, ShardTensor) else None
-        grads = by_comm.setdefault(comm, [])
-        if param.grad is not None:
-            grads.append(piece_of(param.grad))
-    flat: list[torch.Tensor] = []
-    total = torch.zeros((), dtype=torch.float64, device=params[0].device)
-    for comm, grads in by_comm.items():
-        runs = [join([grads[i] for i in run]) for run in find_runs([grads])]
-        part = _power_sum(runs, norm_type, like=total)
-        if comm is not None:
-            comm.all_reduce(part, op="max" if math.isinf(norm_type) else "sum")
-        total = _combine(total, part, norm_type)
-        flat.extend(runs)
-    norm = (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(torch.float32)
+    runs = _runs_by_place(params)
+    norm = _total_norm(runs, norm_type).to(params[0].device)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the norm of order {norm_type:g} of the gradients of {len(params)} parameters is "
             f"{norm.item()}; no gradient was changed"
         )
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for each in flat:
-        by_device.setdefault(each.device, []).append(each)
-    for device, tensors in by_device.items():
-        torch._foreach_mul_(tensors, scale.to(device))
+    for (_, device), tensors in runs.items():
+        if tensors:
+            torch._foreach_mul_(tensors, scale.to(device))
     return norm
 
 
-def _power_sum(runs: list[torch.Tensor], norm_type: float, *, like: torch.Tensor) -> torch.Tensor:
-    """Sum of ``|x| ** p`` over this rank's elements; for ``p = inf`` the largest ``|x|``."""
-    part = torch.zeros_like(like)
-    for run in runs:
-        norm = torch.linalg.vector_norm(run, norm_type, dtype=torch.float64).to(like.device)
-        part = _combine(part, norm if math.isinf(norm_type) else norm**norm_type, norm_type)
-    return part
+_Place = tuple[GatherComm | None, torch.device]
 
 
-def _combine(a: torch.Tensor, b: torch.Tensor, norm_type: float) -> torch.Tensor:
-    return torch.maximum(a, b) if math.isinf(norm_type) else a + b
+def _runs_by_place(params: Sequence[torch.Tensor]) -> dict[_Place, list[torch.Tensor]]:
+    """Gradients joined into runs, by comm and device; a comm is there though none has arrived."""
+    grads: dict[_Place, list[torch.Tensor]] = {}
+    for index, param in enumerate(params):
+        comm = param.comm if isinstance(param, ShardTensor) else None
+        found = grads.setdefault((comm, param.device), [])
+        if param.grad is not None:
+            found.append(_piece_of_grad(param, index))
+    return {
+        place: [join([found[i] for i in run]) for run in find_runs([found])]
+        for place, found in grads.items()
+    }
+
+
+def _piece_of_grad(param: torch.Tensor, index: int) -> torch.Tensor:
+    grad = param.grad
+    assert grad is not None
+    name = param.spec.name if isinstance(param, ShardTensor) else f"parameter {index}"
+    for tensor in (param, grad):
+        if isinstance(tensor, DTensor) and not isinstance(tensor, ShardTensor):
+            raise TypeError(
+                f"{name}: expected a plain tensor or a ShardTensor, got torch's "
+                f"{type(tensor).__name__}; use torch.nn.utils.clip_grad_norm_ for it"
+            )
+    if grad.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense gradient, got {grad.layout}")
+    if isinstance(grad, ShardTensor) != isinstance(param, ShardTensor):
+        kinds = ["sharded" if isinstance(t, ShardTensor) else "plain" for t in (param, grad)]
+        raise ValueError(f"{name}: the parameter is {kinds[0]} and its gradient {kinds[1]}")
+    return piece_of(grad)
+
+
+def _total_norm(runs: dict[_Place, list[torch.Tensor]], norm_type: float) -> torch.Tensor:
+    """The norm over all ranks, a float32 scalar."""
+    largest = math.isinf(norm_type)
+    by_comm: dict[GatherComm | None, torch.Tensor] = {}
+    for (comm, device), tensors in runs.items():
+        part = torch.zeros((), dtype=torch.float64, device=device)
+        if tensors:
+            part = power_sum(tensors, norm_type)
+        if comm in by_comm:
+            part = _combine(by_comm[comm], part.to(by_comm[comm].device), largest)
+        by_comm[comm] = part
+    for comm, part in by_comm.items():
+        if comm is not None:
+            comm.all_reduce(part, op="max" if largest else "sum")
+    total, *rest = by_comm.values()
+    for part in rest:
+        total = _combine(total, part.to(total.device), largest)
+    return (total if largest else total ** (1.0 / norm_type)).to(torch.float32)
+
+
+def _combine(a: torch.Tensor, b: torch.Tensor, largest: bool) -> torch.Tensor:
+    return torch.maximum(a, b) if largest else a + b

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
 
-from shard_flat import ShardTensor
-from shard_optim._runs import find_runs, join, piece_of
-from shard_optim._tails import Cut, cut_tails
-
-SLOTS = ("exp_avg", "exp_avg_sq")
+from shard_optim._runs import find_runs, flat_piece, join, piece_of
+from shard_optim._slots import SLOTS, State, allocate_slots
+from shard_optim._tails import Cut, Tails, plan_tails
 
 
 @dataclass(frozen=True)
@@ -31,135 +30,174 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Lane:
+    """Runs of one dtype on one device: what one call of the kernel updates.
+
+    Attributes:
+        runs: how members are joined.
+        params: the flat parameters.
+        slots: the flat state tensors, by slot name.
+        grads: how to cut the flat gradients.
+        steps: the step counter of each part, 0-dim.
+    """
+
+    runs: list[Run]
+    params: Cut
+    slots: dict[str, Cut]
+    grads: Tails
+    steps: list[torch.Tensor]
+
+    def join_grads(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the members' gradients to match ``params.parts``. Local."""
+        cut = self.grads.cut([join([grads[row] for row in run.rows]) for run in self.runs])
+        cut.load()
+        return cut.parts
+
+    def changed(self) -> list[Cut]:
+        """Return everything that the kernel changes. Local."""
+        return [self.params, *self.slots.values()]
+
+
+@dataclass
 class StepPlan:
     """Flat tensors of one parameter group, valid while members and memory stay as they are.
 
     Attributes:
         members: parameters that had a gradient when the plan was made.
         addresses: where each one's piece was.
-        runs: how members are joined.
-        params: the flat parameters, one per run.
-        slots: the flat state tensors, by slot name.
-        steps: one counter per run, 0-dim float32, shared by the run's members.
-        empty: pieces without elements, which no run updates.
+        numels: elements of each one's piece.
+        slots: each one's state tensors, the step counter first.
+        lanes: calls of the kernel.
+        counters: all step counters, one tensor per device; the states hold views.
+        versions: the counters' versions after the last step. Others mean that somebody wrote
+            into one.
+        touched: what a step changes without autograd's noticing. A rank whose piece is empty
+            must see the same change of version as the others, or they disagree on what is stale.
     """
 
     members: list[torch.Tensor]
     addresses: list[int]
-    runs: list[Run]
-    params: Cut
-    slots: dict[str, Cut]
-    steps: list[torch.Tensor]
-    empty: list[torch.Tensor]
+    numels: list[int]
+    slots: list[list[torch.Tensor]]
+    lanes: list[Lane]
+    counters: list[torch.Tensor]
+    versions: list[int]
+    touched: list[torch.Tensor]
 
-    def holds(self, members: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> bool:
-        """Whether the plan fits these members and gradients. Local."""
-        if len(members) != len(self.members):
+    def holds(
+        self,
+        members: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        state: Mapping[torch.Tensor, Mapping[str, Any]],
+    ) -> bool:
+        """Whether the plan fits these members, their gradients and their state. Local."""
+        if len(members) != len(self.members) or not all(map(is_, members, self.members)):
             return False
-        for member, known, address in zip(members, self.members, self.addresses, strict=True):
-            if member is not known or _raw(member).data_ptr() != address:
+        if [piece_of(m).data_ptr() for m in members] != self.addresses:
+            return False
+        if [g.numel() for g in grads] != self.numels:
+            return False
+        if [_version_of(counter) for counter in self.counters] != self.versions:
+            return False
+        for member, known in zip(members, self.slots, strict=True):
+            own = state.get(member)
+            if own is None or not all(map(is_, _slots_of(own), known)):
                 return False
-        for run in self.runs:
-            head = grads[run.rows[0]]
-            base = head.data_ptr()
-            for row, offset in zip(run.rows, run.offsets, strict=True):
-                if grads[row].data_ptr() != base + offset:
-                    return False
-            # Neighbours by address may still be two allocations.
-            used = head.storage_offset() * head.itemsize + run.nbytes
-            if used > head.untyped_storage().nbytes():
-                return False
-        return True
+        return all(_lie_alike(run, grads) for lane in self.lanes for run in lane.runs)
 
-    def join_grads(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients to match ``params.parts``. Local."""
-        cut = cut_tails([join([grads[row] for row in run.rows]) for run in self.runs])
-        cut.load()
-        return cut.parts
-
-    def part_steps(self) -> list[torch.Tensor]:
-        """Return the step counters to match ``params.parts``. Local."""
-        return [self.steps[i] for i in self.params.origin]
-
-    def cuts(self) -> list[Cut]:
-        """Return everything the kernel changes. Local."""
-        return [self.params, *self.slots.values()]
+    def count(self) -> None:
+        """Add one to every step counter. Local."""
+        for counter in self.counters:
+            counter.add_(1)
+        self.versions = [_version_of(counter) for counter in self.counters]
 
 
 def make_plan(
-    members: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    state: dict[torch.Tensor, dict[str, Any]],
+    members: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], state: State
 ) -> StepPlan:
-    """Find runs and make the state that is missing, flat where a run is new as a whole.
+    """Find runs and make the state that is missing.
 
     Args:
         members: parameters with a gradient.
         grads: this rank's piece of each gradient.
-        state: the optimizer's; missing slots are added, step counters are replaced by shared ones
-            of the same value.
+        state: the optimizer's; missing slots are added, step counters are moved into one tensor.
 
     **Collective**: local.
     """
-    pieces = [piece_of(p) for p in members]
-    for rows in find_runs([pieces, grads]):
-        if not any("step" in state[members[row]] for row in rows):
-            _allocate_together([members[row] for row in rows], state)
-    for member in members:
-        allocate_state(member, state[member])
-    slots = {s: [piece_of(state[m][s]) for m in members] for s in SLOTS}
-    counts = [float(state[m]["step"]) for m in members]
-    joined = []
+    allocate_slots(members, state)
+    pieces = [flat_piece(member) for member in members]
+    slots = {slot: [flat_piece(state[m][slot]) for m in members] for slot in SLOTS}
+    counters, counts = _count_together(members, state)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[list[int]]] = {}
     for rows in find_runs([pieces, grads, *slots.values()]):
-        joined.extend(_split_by(rows, counts))
-    runs, steps = [], []
-    for rows in joined:
-        base = grads[rows[0]].data_ptr()
-        offsets = [grads[row].data_ptr() - base for row in rows]
-        runs.append(Run(rows, offsets, sum(grads[row].nbytes for row in rows)))
-        step = state[members[rows[0]]]["step"].clone()
-        steps.append(step)
-        for row in rows:
-            state[members[row]]["step"] = step
-
-    def flatten(column: Sequence[torch.Tensor]) -> Cut:
-        return cut_tails([join([column[row] for row in run.rows]) for run in runs])
-
+        kind = pieces[rows[0]].device, pieces[rows[0]].dtype
+        by_kind.setdefault(kind, []).extend(_split_by(rows, counts))
+    lanes = []
+    for joined in by_kind.values():
+        flat = [join([pieces[row] for row in rows]) for rows in joined]
+        params = plan_tails(flat)
+        first_steps = [state[members[rows[0]]]["step"] for rows in joined]
+        lane = Lane(
+            runs=[_run(rows, grads) for rows in joined],
+            params=params.cut(flat),
+            slots={slot: _cut(column, joined) for slot, column in slots.items()},
+            grads=plan_tails(flat),
+            steps=[first_steps[i] for i in params.origin],
+        )
+        lanes.append(lane)
     return StepPlan(
         members=list(members),
-        addresses=[p.data_ptr() for p in pieces],
-        runs=runs,
-        params=flatten(pieces),
-        slots={slot: flatten(column) for slot, column in slots.items()},
-        steps=steps,
-        empty=[p for p in pieces if not p.numel()],
+        addresses=[piece.data_ptr() for piece in pieces],
+        numels=[piece.numel() for piece in pieces],
+        slots=[_slots_of(state[member]) for member in members],
+        lanes=lanes,
+        counters=counters,
+        versions=[_version_of(counter) for counter in counters],
+        touched=[*members, *(piece for piece in pieces if not piece.numel())],
     )
 
 
-def allocate_state(param: torch.Tensor, state: dict[str, Any]) -> None:
-    """Make a parameter's missing state, zeros, of its own memory. Local."""
-    if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-    for slot in SLOTS:
-        if slot not in state:
-            state[slot] = torch.zeros_like(param.detach(), memory_format=torch.preserve_format)
-
-
-def _allocate_together(
-    members: Sequence[torch.Tensor], state: dict[torch.Tensor, dict[str, Any]]
-) -> None:
-    pieces = [piece_of(m) for m in members]
-    if len(members) == 1 or not all(isinstance(m, ShardTensor) for m in members):
-        return
-    for slot in SLOTS:
-        flat = torch.zeros(
-            sum(p.numel() for p in pieces), dtype=pieces[0].dtype, device=pieces[0].device
+def _count_together(
+    members: Sequence[torch.Tensor], state: State
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Move step counters into one tensor per device, so that adding to all is one call."""
+    by_device: dict[torch.device, list[int]] = {}
+    for row, member in enumerate(members):
+        by_device.setdefault(member.device, []).append(row)
+    counters, counts = [], [0.0] * len(members)
+    for device, rows in by_device.items():
+        steps = [state[members[row]]["step"] for row in rows]
+        counter = torch.stack(
+            [torch.as_tensor(s, dtype=torch.float32, device=device) for s in steps]
         )
-        start = 0
-        for member, piece in zip(members, pieces, strict=True):
-            assert isinstance(member, ShardTensor)
-            state[member][slot] = member.like(flat[start : start + piece.numel()])
-            start += piece.numel()
+        for row, count, step in zip(rows, counter.tolist(), counter.unbind(), strict=True):
+            counts[row] = count
+            state[members[row]]["step"] = step
+        counters.append(counter)
+    return counters, counts
+
+
+def _cut(column: Sequence[torch.Tensor], joined: Sequence[Sequence[int]]) -> Cut:
+    flats = [join([column[row] for row in rows]) for rows in joined]
+    return plan_tails(flats).cut(flats)
+
+
+def _run(rows: list[int], grads: Sequence[torch.Tensor]) -> Run:
+    base = grads[rows[0]].data_ptr()
+    offsets = [grads[row].data_ptr() - base for row in rows]
+    return Run(rows, offsets, sum(grads[row].nbytes for row in rows))
+
+
+def _lie_alike(run: Run, grads: Sequence[torch.Tensor]) -> bool:
+    if len(run.rows) == 1:
+        return True
+    head = grads[run.rows[0]]
+    base = head.data_ptr()
+    if [grads[row].data_ptr() - base for row in run.rows] != run.offsets:
+        return False
+    # Neighbours by address may still be two allocations.
+    used = head.storage_offset() * head.itemsize + run.nbytes
+    return used <= head.untyped_storage().nbytes()
 
 
 def _split_by(rows: Sequence[int], counts: Sequence[float]) -> list[list[int]]:
@@ -173,5 +211,9 @@ def _split_by(rows: Sequence[int], counts: Sequence[float]) -> list[list[int]]:
     return parts
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.local if isinstance(tensor, ShardTensor) else tensor
+def _slots_of(own: Mapping[str, Any]) -> list[Any]:
+    return [own.get("step"), *(own.get(slot) for slot in SLOTS)]
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

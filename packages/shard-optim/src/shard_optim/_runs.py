@@ -11,13 +11,40 @@ from shard_flat import ShardTensor
 
 def piece_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a sharded tensor, or a plain tensor itself. Local."""
-    return tensor.local if isinstance(tensor, ShardTensor) else tensor.detach()
+    return tensor.local if isinstance(tensor, ShardTensor) else tensor
+
+
+def flat_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the piece, or a plain tensor that is dense in memory, detached. Local.
+
+    What is not contiguous comes back as one dimension in the order of memory.
+    """
+    piece = piece_of(tensor).detach()
+    return piece if piece.is_contiguous() else in_memory_order(piece)
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view ``[numel]`` of a dense tensor, in the order of memory. Local."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each its own place. Local."""
+    if tensor.is_contiguous():
+        return True
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
 
 
 def find_runs(columns: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
     """Group rows whose tensors follow each other in memory in every column.
 
-    Worked example, two columns, ``p`` cut from one buffer and ``g`` from another::
+    Worked example, two columns, ``p`` cut from one buffer and ``g`` from two::
 
         p  buffer[0:3) buffer[3:5) buffer[5:9)
         g  other[0:3)  other[3:5)  elsewhere[0:4)
@@ -46,16 +73,16 @@ def find_runs(columns: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
 
 
 def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one flat view ``[sum of numel]`` over the tensors of one run. Local."""
+    """Return one view over the tensors of one run, ``[sum of numel]``; a single one as it is."""
     head = tensors[0]
-    if not head.is_contiguous():
+    if len(tensors) == 1:
         return head
-    return head.as_strided((sum(t.numel() for t in tensors),), (1,), head.storage_offset())
+    return head.as_strided((sum(t.numel() for t in tensors),), (1,))
 
 
 def _follows(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
-        a.data_ptr() + a.numel() * a.itemsize == b.data_ptr()
+        a.data_ptr() + a.nbytes == b.data_ptr()
         and a.dtype == b.dtype
         and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
         and a.is_contiguous()

@@ -22,49 +22,83 @@ class Cut:
 
     Attributes:
         parts: what the kernel is to be given: bodies, then buffers of one vector each.
-        origin: for each part, which of the flat tensors it belongs to.
-        ends: views of the elements that the buffers stand for.
+        heads: views of the buffers, what stands in front of the padding.
+        ends: views of the elements that the heads stand for.
     """
 
     parts: list[torch.Tensor]
-    origin: list[int]
+    heads: list[torch.Tensor]
     ends: list[torch.Tensor]
 
     def load(self) -> None:
         """Copy the ends into the buffers, before the kernel. Local."""
         if self.ends:
-            torch._foreach_copy_(self._heads(), self.ends)
+            torch._foreach_copy_(self.heads, self.ends)
 
     def store(self) -> None:
         """Copy the buffers back, after the kernel. Local."""
         if self.ends:
-            torch._foreach_copy_(self.ends, self._heads())
-
-    def _heads(self) -> list[torch.Tensor]:
-        buffers = self.parts[len(self.parts) - len(self.ends) :]
-        return [b[: e.numel()] for b, e in zip(buffers, self.ends, strict=True)]
+            torch._foreach_copy_(self.ends, self.heads)
 
 
-def cut_tails(flats: Sequence[torch.Tensor]) -> Cut:
-    """Cut flat tensors at the last whole vector.
+@dataclass(frozen=True)
+class Tails:
+    """Where flat tensors of certain lengths are cut, and buffers for what is cut off.
+
+    Attributes:
+        bodies: per flat tensor, how many elements fill whole vectors.
+        owners: for each buffer, which of the flat tensors it belongs to.
+        buffers: one vector each, zero behind the elements.
+        heads: views of the buffers, as long as what is cut off.
+    """
+
+    bodies: list[int]
+    owners: list[int]
+    buffers: list[torch.Tensor]
+    heads: list[torch.Tensor]
+
+    @property
+    def origin(self) -> list[int]:
+        """For each part of a cut, which of the flat tensors it belongs to."""
+        return [i for i, body in enumerate(self.bodies) if body] + self.owners
+
+    def cut(self, flats: Sequence[torch.Tensor]) -> Cut:
+        """Cut tensors of the planned lengths; the buffers hold one cut at a time. Local."""
+        parts, ends = [], []
+        owners = set(self.owners)
+        for i, (flat, body) in enumerate(zip(flats, self.bodies, strict=True)):
+            if i not in owners:
+                parts.append(flat)
+                continue
+            flat = flat.view(-1)
+            if body:
+                parts.append(flat[:body])
+            ends.append(flat[body:] if body else flat)
+        return Cut(parts + self.buffers, self.heads, ends)
+
+
+def plan_tails(flats: Sequence[torch.Tensor]) -> Tails:
+    """Plan to cut contiguous tensors at their last whole vector.
+
+    Tensors of equal lengths and element sizes are cut alike, so parameters, gradients and
+    moments stay in step.
+
+    Worked example: 37 float32 numbers on a CPU, 16 to a vector, become a body of 32 and a buffer
+    of 16, of which the first 5 are the rest.
 
     Args:
-        flats: 1-D CPU tensors; others are left whole. Tensors of equal lengths and element sizes
-            are cut alike, so parameters, gradients and moments stay in step.
+        flats: tensors with elements. Those on other devices than the CPU are left whole.
 
     **Collective**: local. **Memory**: at most 64 bytes per tensor.
     """
-    bodies, body_origin = [], []
-    buffers, ends, end_origin = [], [], []
+    bodies, owners, buffers, heads = [], [], [], []
     for i, flat in enumerate(flats):
         width = _VECTOR_BYTES // flat.itemsize
-        rest = flat.numel() % width if flat.device.type == "cpu" and flat.ndim == 1 else 0
-        body = flat.numel() - rest
-        if body:
-            bodies.append(flat[:body] if rest else flat)
-            body_origin.append(i)
+        rest = flat.numel() % width if flat.device.type == "cpu" else 0
+        bodies.append(flat.numel() - rest)
         if rest:
-            buffers.append(flat.new_zeros(width))
-            ends.append(flat[body:])
-            end_origin.append(i)
-    return Cut(bodies + buffers, body_origin + end_origin, ends)
+            buffer = torch.zeros(width, dtype=flat.dtype, device=flat.device)
+            owners.append(i)
+            buffers.append(buffer)
+            heads.append(buffer[:rest])
+    return Tails(bodies, owners, buffers, heads)

@@ -2,6 +2,7 @@
 
 from shard_train._config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
 from shard_train._errors import UsageError
+from shard_train._run import run
 from shard_train._toml import read_config
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "RunConfig",
     "UsageError",
     "read_config",
+    "run",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from shard_train._config import Config, DataConfig, ModelConfig, OptimConfig, RunConfig
 from shard_train._errors import UsageError
+from shard_train._run import run
 from shard_train._toml import read_config
 
 _DESCRIPTION = "Fully sharded training for PyTorch."
@@ -60,15 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         command = _parse(arguments)
-        # Only now: importing torch takes seconds, and neither help nor a wrong flag needs it.
-        from shard_train._start import start
-
-        return start(Config(command.model, command.data, command.optim, command.run))
+        return run(Config(command.model, command.data, command.optim, command.run))
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":  # under torchrun one rank speaks for all
             line = f"shard: error: {error}"
             Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _parse(arguments: list[str]) -> TrainCommand:

@@ -69,7 +69,7 @@ class OptimConfig:
         clip: Largest norm of the gradient.
     """
 
-    lr: float = 3e-3
+    lr: float = 2e-3
     warmup: int = 20
     decay_steps: int = 0
     weight_decay: float = 0.1
@@ -91,11 +91,11 @@ class RunConfig:
         sample: Bytes to generate at the end; 0 for none.
     """
 
-    steps: int = 250
+    steps: int = 160
     ranks: int = 2
     out: str = "runs/default"
-    save_every: int = 50
-    eval_every: int = 125
+    save_every: int = 40
+    eval_every: int = 80
     log_every: int = 10
     keep: int = 2
     sample: int = 240

@@ -16,7 +16,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shard_train._config import Config
 from shard_train._errors import UsageError
 from shard_train._screen import shown_path
-from shard_train._stop import LAUNCHED, was_stopped
+from shard_train._stop import LAUNCHED, is_ignored, was_stopped
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RankFailure(RuntimeError):
@@ -45,7 +47,7 @@ def launch_ranks(config: Config) -> int:
     out = Path(config.run.out)
     os.environ[LAUNCHED] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the machine's cores
-    _silence_elastic()
+    _silence_loggers()
     others = dict.fromkeys(range(1, config.run.ranks), Std.ALL)
     logs = DefaultLogsSpecs(log_dir=str(out / "logs"), redirects={0: Std.ERR, **others})
     settings = LaunchConfig(
@@ -57,6 +59,8 @@ def launch_ranks(config: Config) -> int:
         run_id=uuid.uuid4().hex[:8],
         max_restarts=0,
         logs_specs=logs,
+        local_addr="localhost",
+        signals_to_handle=",".join(number.name for number in _PASSED_ON if not is_ignored(number)),
     )
     program = ("-m", "shard_train", "train", "--config", str(out / "config.toml"))
     try:
@@ -64,18 +68,35 @@ def launch_ranks(config: Config) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
-        return _explain(failed.failures, out)
+        return explain(failed.failures, out)
     return 0
 
 
-def _silence_elastic() -> None:
-    # It reports each signal and each failed process in several lines of its own.
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
+def _silence_loggers() -> None:
+    # Elastic reports each signal and each failed process in several lines of its own. What
+    # there is to say about checkpoints rank 0 says.
+    for name in ("torch.distributed.elastic", "shard_ckpt"):
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
 
 
-def _explain(failures: dict[int, ProcessFailure], out: Path) -> int:
+def explain(failures: dict[int, ProcessFailure], out: Path) -> int:
+    """Find the rank that is to blame and say what happened to it.
+
+    Args:
+        failures: Ranks that did not end well.
+        out: The run folder.
+
+    Returns:
+        128 and the signal's number where a signal sent to a rank stopped all of them.
+
+    Raises:
+        RankFailure: A rank failed or was killed.
+        UsageError: The ranks found that what was asked for cannot be done.
+
+    **Collective**: local.
+    """
     rank = min(failures, key=lambda rank: (_blame(failures[rank]), failures[rank].timestamp))
     failure = failures[rank]
     if was_stopped(failure.exitcode):
@@ -90,10 +111,12 @@ def _explain(failures: dict[int, ProcessFailure], out: Path) -> int:
 
 
 def _blame(failure: ProcessFailure) -> int:
-    """Order failures: a killed rank explains the others, and a lost peer explains nothing."""
+    """Order failures by how much they explain: a kill, an error, the loss of a peer."""
+    if failure.exitcode == -signal.SIGTERM or was_stopped(failure.exitcode):
+        return 2  # the launcher ends ranks that are left over
     if failure.exitcode < 0:
         return 0
-    return 2 if was_stopped(failure.exitcode) or "failed on rank" in _message(failure) else 1
+    return 2 if "failed on rank" in _message(failure) else 1
 
 
 def _message(failure: ProcessFailure) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -104,6 +107,36 @@ class Screen:
                 f"step {view.step}/{self._steps}  {pieces['loss']}  {pieces['speed']}  "
                 f"{pieces['memory']}  {pieces['left']} left"
             )
+
+
+class _ScreenHandler(logging.Handler):
+    def __init__(self, screen: Screen) -> None:
+        super().__init__(logging.WARNING)
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._screen.line(record.getMessage())
+
+
+@contextmanager
+def shown_warnings(screen: Screen) -> Iterator[None]:
+    """Show what the checkpoint package warns of, such as a step that it skips.
+
+    Args:
+        screen: Where to show it; a quiet one keeps it back.
+
+    Yields:
+        Nothing; warnings are shown until the block ends.
+
+    **Collective**: local.
+    """
+    logger = logging.getLogger("shard_ckpt")
+    handler = _ScreenHandler(screen)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def console_for(rank: int) -> Console:

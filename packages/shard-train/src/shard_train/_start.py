@@ -42,8 +42,10 @@ def start(config: Config) -> int:
     """
     config = resolve(config)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        ranks = int(os.environ["WORLD_SIZE"])
-        return _as_rank(replace(config, run=replace(config.run, ranks=ranks)))
+        # Recorded: an error reaches the process that started the ranks.
+        status = record(_as_rank)(config)
+        assert status is not None
+        return status
     check_config(config)
     if config.run.ranks == 1:
         status = train(config, comm=SoloComm())
@@ -59,12 +61,12 @@ def start(config: Config) -> int:
 
 
 def _as_rank(config: Config) -> int:
+    config = replace(config, run=replace(config.run, ranks=int(os.environ["WORLD_SIZE"])))
     check_config(config)
     dist.init_process_group("gloo")
     # On an error the group is left as it is: the process is about to end, and that is what
     # tells the other ranks.
-    status = record(train)(config, comm=comm_for())
-    assert status is not None
+    status = train(config, comm=comm_for())
     if LAUNCHED not in os.environ and dist.get_rank() == 0:
         _say_if_stopped(status, config)
     dist.destroy_process_group()

@@ -15,7 +15,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopFlag:
     """Remembers the first of SIGINT, SIGTERM and SIGHUP, within a ``with`` block.
 
-    A second SIGINT interrupts at once. In ranks that the command started, the end of the
+    A second SIGINT interrupts at once. A signal that is ignored, as SIGHUP is under nohup, stays
+    ignored. In ranks that the command started, the end of the
     process that started them counts as SIGHUP, so that none goes on by itself.
     """
 
@@ -33,7 +34,8 @@ class StopFlag:
 
     def __enter__(self) -> StopFlag:
         for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._remember)
+            if not is_ignored(number):
+                self._previous[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(
@@ -49,6 +51,20 @@ class StopFlag:
         if self._number == number == signal.SIGINT:
             raise KeyboardInterrupt
         self._number = self._number or number
+
+
+def is_ignored(number: int) -> bool:
+    """Return whether this process was started with a signal ignored.
+
+    Args:
+        number: A signal.
+
+    Returns:
+        True where nothing shall happen on that signal.
+
+    **Collective**: local.
+    """
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def was_stopped(status: int) -> bool:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from shard_ckpt import Checkpointer
+from shard_ckpt import Checkpointer, CheckpointError
 from shard_comm import Comm
 from shard_optim import clip_grad_norm_
 from shard_train._agree import Exchange, agree, exchange
@@ -22,7 +22,7 @@ from shard_train._folder import RunFolder
 from shard_train._metrics import MetricsLog, read_metrics
 from shard_train._sample import generate
 from shard_train._schedule import learning_rate
-from shard_train._screen import Screen, StepView, console_for, shown_path
+from shard_train._screen import Screen, StepView, console_for, shown_path, shown_warnings
 from shard_train._seed import generator_for
 from shard_train._stop import StopFlag
 from shard_train._text import Text
@@ -51,6 +51,7 @@ def train(config: Config, *, comm: Comm) -> int:
     console = console_for(comm.rank)
     screen = Screen(console, steps=config.run.steps, log_every=config.run.log_every)
     with StopFlag() as stop, ExitStack() as held:
+        held.enter_context(shown_warnings(screen))
         text, folder = agree(config, comm)
         if folder is not None:
             held.callback(folder.release)
@@ -90,14 +91,15 @@ class _Run:
         )
         self._step = self._saved = self._restore()
         self._log = MetricsLog(folder.metrics, after=self._step) if folder else None
-        self._losses = _held_out_losses(folder) if folder else {}
+        # One rank reads, so that all of them agree on what is left to evaluate.
+        self._losses = comm.all_gather_object(_held_out_losses(folder) if folder else {})[0]
         self._timed: deque[float] = deque(maxlen=_TIMED_STEPS)
         self._introduce(text)
 
     def go(self, stop: StopFlag) -> int:
         """Take the steps that are left; return the number of the signal that ended them."""
         run = self._config.run
-        if self._step == 0:
+        if self._step not in self._losses and (self._step == 0 or self._step >= run.steps):
             self._evaluate()
         signal = 0
         while self._step < run.steps and not signal:
@@ -150,7 +152,7 @@ class _Run:
             group["lr"] = rate
         batch = draw_batch(self._text, config.data, step=step, rank=comm.rank, size=comm.size)
         loss = byte_losses(self._model, batch.to(comm.device)).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = clip_grad_norm_(self._model.parameters(), config.optim.clip)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -200,12 +202,22 @@ class _Run:
 
     def _save(self) -> None:
         state = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        self._checkpointer.save(self._step, state)
+        try:
+            self._checkpointer.save(self._step, state)
+        except OSError as error:  # on all ranks
+            raise UsageError(f"step {self._step} could not be saved: {error}") from error
         self._saved = self._step
 
     def _restore(self) -> int:
         slots = self._optimizer.state_dict(allocate=True)
-        found = self._checkpointer.restore({"model": self._model.state_dict(), "optimizer": slots})
+        template = {"model": self._model.state_dict(), "optimizer": slots}
+        try:
+            found = self._checkpointer.restore(template)
+        except (CheckpointError, OSError) as error:  # on all ranks
+            raise UsageError(
+                f"the last checkpoint cannot be read: {error}; remove its folder to go on from "
+                "the one before"
+            ) from error
         if found is None:
             return 0
         step, state = found

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import math
 import multiprocessing
 import pickle
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "shard_comm"]
+_EXIT_S = 5.0  # a process whose pipe is closed is about to exit
 
 
 def run_ranks(
@@ -44,7 +47,7 @@ def run_ranks(
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
-        processes = []
+        processes: list[BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             job = (_locate(fn), rank, world_size, f"{folder}/store", args, timeout_s)
@@ -54,31 +57,44 @@ def run_ranks(
             pipes[ours] = rank
             processes.append(process)
         try:
-            return _collect(pipes, world_size, time.monotonic() + timeout_s)
+            return _collect(pipes, processes, time.monotonic() + timeout_s)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes: dict[Connection, int], world_size: int, deadline: float) -> list[Any]:
+def _collect(
+    pipes: dict[Connection, int], processes: Sequence[BaseProcess], deadline: float
+) -> list[Any]:
+    world_size = len(processes)
     results: list[Any] = [None] * world_size
     waiting = dict(pipes)
     while waiting:
         ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
         if not ready:
             raise TimeoutError(f"ranks {sorted(waiting.values())} of {world_size} did not finish")
+        failures: list[tuple[float, int, str]] = []
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
-                ok, value = pickle.loads(pipe.recv_bytes())
+                ok, at_s, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                ok, value = False, "the process died"
-            if not ok:
-                raise RuntimeError(f"rank {rank} of {world_size} failed:\n{value}")
-            results[rank] = value
+                ok, at_s, value = False, math.inf, _cause_of_death(processes[rank])
+            if ok:
+                results[rank] = value
+            else:
+                failures.append((at_s, rank, value))
+        if failures:  # the first one in time is the cause, others lost their peer
+            _, rank, value = min(failures)
+            raise RuntimeError(f"rank {rank} of {world_size} failed:\n{value}")
     return results
+
+
+def _cause_of_death(process: BaseProcess) -> str:
+    process.join(_EXIT_S)
+    return f"the process died without a traceback (exit code {process.exitcode})"
 
 
 def _locate(fn: Callable[..., Any]) -> tuple[str, str, str]:
@@ -121,10 +137,11 @@ def _run_rank(pipe: Connection, job: tuple[Any, ...]) -> None:
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        result = (True, _load(where)(comm_for(), *args))
+        value = _load(where)(comm_for(), *args)
         dist.barrier()
         dist.destroy_process_group()
+        packed = pickle.dumps((True, 0.0, value))
     except BaseException:  # noqa: BLE001 - the parent raises it again
-        result = (False, traceback.format_exc())
+        packed = pickle.dumps((False, time.monotonic(), traceback.format_exc()))
     faulthandler.cancel_dump_traceback_later()
-    pipe.send_bytes(pickle.dumps(result))
+    pipe.send_bytes(packed)

@@ -1,0 +1,61 @@
+"""What torch.distributed.checkpoint asks of a tensor of which a rank holds a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from shard_flat._boxes import Box, boxes_of
+from shard_flat._placement import ShardSpec
+
+
+def write_items(name: str, local: torch.Tensor, spec: ShardSpec, *, rank: int) -> list[WriteItem]:
+    """Return one item per box of a piece. Local.
+
+    A tensor without elements is written by rank 0, so that its shape is on record.
+    """
+    boxes = list(boxes_of(spec.shape, spec.start, spec.stop))
+    if spec.numel == 0 and rank == 0:
+        boxes = [Box((0,) * len(spec.shape), spec.shape, 0)]
+    properties = TensorProperties.create_from_tensor(local)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, torch.Size(box.offsets)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(_chunk(box), properties, torch.Size(spec.shape)),
+        )
+        for box in boxes
+    ]
+
+
+def chunks(spec: ShardSpec) -> list[ChunkStorageMetadata]:
+    """Return where the boxes of a piece lie in the whole tensor. Local."""
+    return [_chunk(box) for box in boxes_of(spec.shape, spec.start, spec.stop)]
+
+
+def box_at(local: torch.Tensor, spec: ShardSpec, index: Any) -> torch.Tensor:
+    """Return the view of a piece that is the box at ``index.offset``, in the box's shape. Local."""
+    if spec.numel == 0:
+        return local.view(spec.shape)
+    wanted: Sequence[int] = tuple(index.offset)
+    for box in boxes_of(spec.shape, spec.start, spec.stop):
+        if box.offsets == wanted:
+            begin = box.start - spec.start
+            return local[begin : begin + math.prod(box.sizes)].view(box.sizes)
+    raise ValueError(
+        f"{spec.name}: no box at {wanted} in the piece [{spec.start}, {spec.stop}) of a tensor of "
+        f"shape {spec.shape}"
+    )
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

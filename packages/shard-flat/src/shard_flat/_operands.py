@@ -1,0 +1,137 @@
+"""What stands beside a piece in an operation: other pieces, scalars, whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shard_flat._tensor import ShardTensor
+
+
+def no_meaning(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
+    """Return the error for an operation that one piece alone cannot answer. Local."""
+    tensor = first_sharded((*args, *kwargs.values()))
+    where = tensor.spec.name if tensor is not None else "ShardTensor"
+    shape = tensor.spec.shape if tensor is not None else ()
+    return TypeError(
+        f"{where}: {func} has no meaning on one rank's piece of a tensor of shape {shape}; call "
+        f"full_tensor() (all ranks) and use the result, or use the parameter inside the forward "
+        f"of the module that owns it"
+    )
+
+
+def first_sharded(values: Iterable[Any]) -> ShardTensor | None:
+    """Return the first ShardTensor among arguments, lists included. Local."""
+    for value in values:
+        if isinstance(value, ShardTensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            found = first_sharded(value)
+            if found is not None:
+                return found
+    return None
+
+
+def check_same_range(func: Any, a: ShardTensor, b: ShardTensor) -> None:
+    """Raise on all ranks, or on none, where two tensors are not cut alike. Local."""
+    x, y = a.spec, b.spec
+    if x is y or (x.shape, x.origin, x.shard_numel) == (y.shape, y.origin, y.shard_numel):
+        return
+    if x.shape == y.shape and all(x.range_of(r) == y.range_of(r) for r in range(a.comm.size)):
+        return
+    raise ValueError(
+        f"{func}: {x.name} has shape {x.shape} and range [{x.start}, {x.stop}), {y.name} has shape "
+        f"{y.shape} and range [{y.start}, {y.stop}) (rank {a.comm.rank} of {a.comm.size}); shard "
+        f"both by one layout"
+    )
+
+
+def operand(func: Any, value: Any, like: ShardTensor) -> Any:
+    """Return what goes with ``like``'s piece: a piece, a scalar, or anything but a tensor. Local.
+
+    A scalar keeps its part in type promotion, where tensors of dimension 0 count for less: a
+    piece has one dimension whatever the tensor has.
+    """
+    if isinstance(value, ShardTensor):
+        check_same_range(func, like, value)
+        return value._local_tensor
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, DTensor):
+        if value.numel() == 1 and value.ndim <= like.ndim:
+            if value.ndim == 0 and like.ndim > 0:
+                return value
+            return value.reshape(1).to(like.device)
+        if value.shape == like.shape and _repeats_one_element(value):
+            return value.as_strided((1,), (0,))
+    raise TypeError(
+        f"{like.spec.name}: {func} mixes a ShardTensor with a {type(value).__name__} of shape "
+        f"{tuple(value.shape)} (rank {like.comm.rank} of {like.comm.size}); shard it with "
+        f"shard_tensor(), or call full_tensor()"
+    )
+
+
+def own_range(func: Any, target: ShardTensor, source: Any) -> torch.Tensor:
+    """Return the part of ``source`` that belongs in ``target``'s piece. Local."""
+    if isinstance(source, ShardTensor):
+        check_same_range(func, target, source)
+        return source._local_tensor
+    where = f"(rank {target.comm.rank} of {target.comm.size})"
+    if isinstance(source, DTensor):
+        raise TypeError(
+            f"{target.spec.name}: {func} from a DTensor placed as {source.placements} {where}; "
+            f"copy from its full_tensor() (all ranks)"
+        )
+    plain: torch.Tensor = source
+    if plain.shape == target.shape:
+        return plain.reshape(-1)[target.spec.start : target.spec.stop]
+    if plain.numel() == 1 and plain.ndim <= target.ndim:
+        return plain.reshape(())
+    raise ValueError(
+        f"{target.spec.name}: expected a source of shape {tuple(target.shape)}, got "
+        f"{tuple(plain.shape)} {where}"
+    )
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to, in the order of its schema. Local."""
+    positions, names = _written_arguments(func)
+    found = [args[i] for i in positions if i < len(args)]
+    return found + [kwargs[name] for name in names if name in kwargs]
+
+
+def mark_written(values: Iterable[Any]) -> None:
+    """Count an in-place change on the pieces themselves.
+
+    An operator counts it on the ShardTensor alone, and those who hold the memory behind the
+    pieces watch that memory's version.
+    """
+    pieces = [v._local_tensor for v in values if isinstance(v, ShardTensor)]
+    if pieces:
+        torch.autograd.graph.increment_version(pieces)
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[Sequence[int], Sequence[str]]:
+    positions: list[int] = []
+    names: list[str] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            if argument.kwarg_only:
+                names.append(argument.name)
+            else:
+                positions.append(i)
+    return positions, names
+
+
+def _repeats_one_element(plain: torch.Tensor) -> bool:
+    """Whether it is one number expanded, as the gradient of a sum is."""
+    if plain.layout is not torch.strided or plain.numel() == 0:
+        return False
+    return all(
+        step == 0 for step, length in zip(plain.stride(), plain.shape, strict=True) if length > 1
+    )

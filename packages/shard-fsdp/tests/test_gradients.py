@@ -1,0 +1,531 @@
+"""Gradients: values stated by hand, or those of the unwrapped model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shard_comm import Comm
+from shard_flat import ShardTensor
+from shard_fsdp import MixedPrecisionPolicy
+from shard_fsdp import fully_shard as _fully_shard
+from shard_testing import DecoderBlock, TinyDecoder, run_ranks, run_threads, token_batches
+from shard_wrap import by_class
+
+
+def fully_shard(module: Any, **kwargs: Any) -> Any:
+    """Untyped, since nn.Module cannot say what its attributes are."""
+    return _fully_shard(module, **kwargs)
+
+
+WORLDS = [1, 2, 3, 4]
+
+
+def full_grad(param: Any) -> torch.Tensor:
+    assert isinstance(param.grad, ShardTensor)
+    return param.grad.full_tensor()
+
+
+class _Scale(nn.Module):
+    """Holds one parameter and multiplies by it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+# --- R1: means, not sums ---
+
+
+def _mean_of_ranks(comm: Comm) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = fully_shard(_Scale(torch.zeros(4, dtype=dtype)), mesh=comm)
+        (model(torch.ones(4, dtype=dtype)) * (2 * comm.rank + 1)).sum().backward()
+        # ranks contribute 1, 3, 5, ...: their mean is the number of ranks
+        assert full_grad(model.weight).tolist() == [comm.size] * 4
+        assert model.weight.grad is not None
+        assert model.weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_r1_average_over_threads(world_size: int) -> None:
+    run_threads(_mean_of_ranks, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_r1_average_over_processes(world_size: int) -> None:
+    run_ranks(_mean_of_ranks, world_size)
+
+
+# --- R2: tied and uneven ---
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 1)
+        self.head = nn.Linear(1, 5, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.ones_(self.embed.weight)
+
+    def forward(self) -> torch.Tensor:
+        assert self.embed.weight is self.head.weight
+        return self.embed(torch.arange(5)).sum() + self.head(torch.ones(1)).sum()  # type: ignore[no-any-return]
+
+
+def _tied_step(comm: Comm) -> None:
+    model = fully_shard(_Tied(), mesh=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    model().backward()
+    optimizer.step()
+    assert model.embed.weight.detach().full_tensor().flatten().tolist() == [0.5] * 5
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_r2_tied_and_uneven(world_size: int) -> None:
+    run_threads(_tied_step, world_size)
+
+
+# --- R3: tiny parameter in a nested unit ---
+
+
+def _tiny_scale(comm: Comm) -> None:
+    for shape in ((1,), (1, 1)):
+        for reshard in (True, False):
+            inner = fully_shard(_Scale(torch.ones(shape)), mesh=comm, reshard_after_forward=reshard)
+            model = fully_shard(nn.Sequential(inner), mesh=comm, reshard_after_forward=reshard)
+            model(torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+            assert full_grad(inner.weight).tolist() == torch.full(shape, 6.0).tolist()
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_r3_tiny_parameter_in_a_nested_unit(world_size: int) -> None:
+    run_threads(_tiny_scale, world_size)
+
+
+# --- R4: activation checkpointing around and inside units ---
+
+
+class _TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _Scale(torch.tensor([2.0]))
+        self.second = _Scale(torch.tensor([3.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.relu(self.first(x)))
+        return out
+
+
+def _checkpointed_parent(comm: Comm) -> None:
+    for reentrant in (True, False):
+        for both in (False, True):
+            model = _TwoLayers()
+            fully_shard(model.first, mesh=comm)
+            if both:
+                fully_shard(model.second, mesh=comm)
+            x = torch.ones(1, requires_grad=True)
+            product = checkpoint(model, x, use_reentrant=reentrant) * checkpoint(
+                model, x, use_reentrant=reentrant
+            )
+            product.sum().backward()
+            assert product.item() == 36
+            assert full_grad(model.first.weight).item() == 36
+            second = model.second.weight
+            assert second.grad is not None
+            assert (full_grad(second) if both else second.grad).item() == 24
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_r4_checkpointed_parent_sharded_child_two_forwards(world_size: int) -> None:
+    run_threads(_checkpointed_parent, world_size)
+
+
+class _CheckpointedBlock(DecoderBlock):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return out
+
+
+def _against_plain(
+    comm: Comm, change: Callable[[TinyDecoder], None], wrap: Callable[[TinyDecoder], None]
+) -> None:
+    """Same gradients as the mean of the unwrapped model's over the ranks' batches."""
+    plain, model = TinyDecoder(), TinyDecoder()
+    change(plain)
+    change(model)
+    wrap(model)
+    batches = token_batches(1, comm.size)[0]
+    (sum(plain.loss(b) for b in batches) / comm.size).backward()  # type: ignore[union-attr]
+    model.loss(batches[comm.rank]).backward()
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert want.grad is not None
+        torch.testing.assert_close(full_grad(got), want.grad, rtol=1e-5, atol=1e-7)
+
+
+def _checkpoint_inside(comm: Comm) -> None:
+    def change(model: TinyDecoder) -> None:
+        for block in model.blocks:
+            block.__class__ = _CheckpointedBlock
+
+    def wrap(model: TinyDecoder) -> None:
+        fully_shard(model, mesh=comm, policy=by_class(_CheckpointedBlock))
+
+    for reentrant in (True, False):
+        _CheckpointedBlock.reentrant = reentrant
+        comm.barrier()
+        _against_plain(comm, change, wrap)
+        comm.barrier()
+
+
+class _CheckpointingDecoder(TinyDecoder):
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _checkpoint_around(comm: Comm) -> None:
+    def change(model: TinyDecoder) -> None:
+        model.__class__ = _CheckpointingDecoder
+
+    def wrap(model: TinyDecoder) -> None:
+        fully_shard(model, mesh=comm, policy=by_class(DecoderBlock))
+
+    for reentrant in (True, False):
+        _CheckpointingDecoder.reentrant = reentrant
+        comm.barrier()
+        _against_plain(comm, change, wrap)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_checkpointing_below_and_at_unit_boundaries(world_size: int) -> None:
+    run_threads(_checkpoint_inside, world_size)
+    run_threads(_checkpoint_around, world_size)
+
+
+# --- R5: ranks that use different parameters ---
+
+
+class _TwoVectors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2))
+        self.b = nn.Parameter(torch.ones(2))
+
+    def forward(self, use_a: bool) -> torch.Tensor:
+        return 2 * self.a.sum() if use_a else 4 * self.b.sum()
+
+
+def _different_parameters(comm: Comm) -> None:
+    model = fully_shard(_TwoVectors(), mesh=comm)
+    model.set_reduce_scatter_unused_params(True)
+    model(comm.rank == 0).backward()
+    assert full_grad(model.a).tolist() == [1.0, 1.0]
+    assert full_grad(model.b).tolist() == [2.0, 2.0]
+
+
+def _different_parameters_refused(comm: Comm) -> str:
+    model = fully_shard(_TwoVectors(), mesh=comm)
+    with pytest.raises(RuntimeError, match="a gradient on some ranks only") as caught:
+        model(comm.rank == 0).backward()
+    model.zero_grad()
+    model(True).backward()  # the module stays usable
+    assert full_grad(model.a).tolist() == [2.0, 2.0]
+    assert model.b.grad is None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("run", [run_threads, run_ranks])
+def test_r5_ranks_use_different_parameters(run: Callable[..., list[Any]]) -> None:
+    run(_different_parameters, 2)
+    for message in run(_different_parameters_refused, 2):
+        assert "a (1 of 2 ranks), b (1 of 2 ranks)" in message
+        assert "set_reduce_scatter_unused_params(True)" in message
+
+
+# --- R6, custom outputs: where outputs go ---
+
+
+class _Squeezing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x).squeeze(0)
+        return out
+
+
+class _AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Squeezing()
+        self.outer = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        y += 1
+        out: torch.Tensor = self.outer(y * y)
+        return out
+
+
+def _view_outputs(comm: Comm) -> None:
+    weight = torch.tensor([[1.0, 2.0, -3.0], [0.5, -1.0, 2.0], [3.0, 1.0, 1.0]])
+    for leaf in (True, False):
+        plain, model = _AddsInPlace(), _AddsInPlace()
+        for each in (plain, model):
+            each.load_state_dict({"inner.linear.weight": weight, "outer.weight": weight.t()})
+        fully_shard(model.inner, mesh=comm)
+        fully_shard(model, mesh=comm, reshard_after_forward=True)
+        x = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+        plain(x if leaf else x * 1).sum().backward()
+        model(x if leaf else x * 1).sum().backward()
+        for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+            assert want.grad is not None
+            torch.testing.assert_close(full_grad(got), want.grad)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_r6_view_outputs_changed_in_place(world_size: int) -> None:
+    run_threads(_view_outputs, world_size)
+
+
+class _Opaque:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+@dataclass
+class _Record:
+    value: torch.Tensor
+    note: str
+
+
+class _Returns(nn.Module):
+    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2, bias=False)
+        self.pack = pack
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.pack(self.linear(x))
+
+
+PACKINGS: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = [
+    (lambda y: {"a": [y, None, "text"]}, lambda out: out["a"][0]),
+    (lambda y: _Record(y, "note"), lambda out: out.value),
+    (lambda y: (y, (1, y)), lambda out: out[1][1]),
+    (lambda y: _Opaque(y), lambda out: out.value),
+]
+
+
+def _packed_outputs(comm: Comm) -> None:
+    for pack, unpack in PACKINGS:
+        inner = _Returns(pack)
+        with torch.no_grad():
+            inner.linear.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        fully_shard(inner, mesh=comm, reshard_after_forward=True)
+        x = torch.tensor([[1.0, 10.0]], requires_grad=True)
+        unpack(inner(x)).sum().backward()
+        assert full_grad(inner.linear.weight).tolist() == [[1, 10], [1, 10]]
+        assert x.grad is not None
+        assert x.grad.tolist() == [[4, 6]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_outputs_in_containers_and_unknown_objects(world_size: int) -> None:
+    run_threads(_packed_outputs, world_size)
+
+
+# --- several forwards, several backwards ---
+
+
+def _shared_layer(comm: Comm) -> None:
+    """w * (w * x): d/dw = 2 w x = 12 at w = 2, x = 3."""
+    layer = fully_shard(_Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
+    layer(layer(torch.tensor([3.0], requires_grad=True))).sum().backward()
+    assert full_grad(layer.weight).item() == 12
+
+
+def _two_forwards_two_backwards(comm: Comm) -> None:
+    layer = fully_shard(_Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
+    first = layer(torch.tensor([3.0], requires_grad=True))
+    second = layer(torch.tensor([5.0], requires_grad=True))
+    first.sum().backward()
+    assert full_grad(layer.weight).item() == 3
+    second.sum().backward()
+    assert full_grad(layer.weight).item() == 8
+
+
+def _retained_graph(comm: Comm) -> None:
+    layer = fully_shard(_Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
+    model = fully_shard(nn.Sequential(layer), mesh=comm, reshard_after_forward=True)
+    out = model(torch.tensor([3.0], requires_grad=True)).square().sum()  # 2 w x x = 36
+    out.backward(retain_graph=True)
+    assert full_grad(layer.weight).item() == 36
+    out.backward()
+    assert full_grad(layer.weight).item() == 72
+
+
+def _two_losses(comm: Comm) -> None:
+    layer = fully_shard(_Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
+    out = layer(torch.tensor([3.0]))
+    (out.sum() + (out * 10).sum()).backward()
+    assert full_grad(layer.weight).item() == 33
+
+
+@pytest.mark.parametrize(
+    "check", [_shared_layer, _two_forwards_two_backwards, _retained_graph, _two_losses]
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_repeated_calls(check: Callable[[Comm], None], world_size: int) -> None:
+    run_threads(check, world_size)
+
+
+# --- accumulation ---
+
+
+def _accumulation(comm: Comm) -> None:
+    layer = fully_shard(_Scale(torch.tensor([1.0, 1.0])), mesh=comm)
+    x = torch.full((2,), float(comm.rank + 1))
+    layer.set_requires_gradient_sync(False)
+    layer(x).sum().backward()
+    if comm.size > 1:
+        assert layer.weight.grad is None
+    layer.set_requires_gradient_sync(True)
+    layer(10 * x).sum().backward()
+    mean = (comm.size + 1) / 2
+    assert full_grad(layer.weight).tolist() == [11 * mean] * 2
+    layer(x).sum().backward()  # without zero_grad: reduced gradients add up
+    assert full_grad(layer.weight).tolist() == [12 * mean] * 2
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_accumulation_with_and_without_sync(world_size: int) -> None:
+    run_threads(_accumulation, world_size)
+
+
+def _divide_factor(comm: Comm) -> None:
+    layer = fully_shard(_Scale(torch.tensor([1.0])), mesh=comm)
+    layer.set_gradient_divide_factor(1.0)
+    layer(torch.tensor([3.0])).sum().backward()
+    assert full_grad(layer.weight).item() == 3 * comm.size
+    layer.set_gradient_divide_factor(6.0)
+    layer.zero_grad()
+    layer(torch.tensor([3.0])).sum().backward()
+    assert full_grad(layer.weight).item() == 3 * comm.size / 6
+    with pytest.raises(ValueError, match="above 0"):
+        layer.set_gradient_divide_factor(0.0)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_divide_factor(world_size: int) -> None:
+    run_threads(_divide_factor, world_size)
+
+
+# --- frozen, unused ---
+
+
+def _frozen(comm: Comm) -> None:
+    model = nn.Sequential(_Scale(torch.tensor([2.0])), _Scale(torch.tensor([3.0])))
+    model[0].weight.requires_grad_(False)
+    fully_shard(model, mesh=comm)
+    model(torch.tensor([5.0])).sum().backward()
+    assert model[0].weight.grad is None
+    assert full_grad(model[1].weight).item() == 10
+    model[0].weight.requires_grad_(True)  # unfrozen later
+    model(torch.tensor([5.0])).sum().backward()
+    assert full_grad(model[0].weight).item() == 15
+    assert full_grad(model[1].weight).item() == 20
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_frozen_and_unfrozen(world_size: int) -> None:
+    run_threads(_frozen, world_size)
+
+
+def _unused(comm: Comm) -> None:
+    model = fully_shard(_TwoVectors(), mesh=comm)
+    model(True).backward()
+    assert full_grad(model.a).tolist() == [2, 2]
+    assert model.b.grad is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameter_that_no_rank_uses_has_no_gradient(world_size: int) -> None:
+    run_threads(_unused, world_size)
+
+
+# --- dtypes ---
+
+
+def _mixed_precision(comm: Comm) -> None:
+    seen: list[torch.dtype] = []
+    layer = _Scale(torch.tensor([1.0, 1.0]))
+    layer.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+    layer.register_forward_pre_hook(lambda m, args: seen.append(m.weight.dtype))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    fully_shard(layer, mesh=comm, mp_policy=policy)
+    # 1 + 2**-9 is not a bf16 number, its sum over ranks in fp32 is exact
+    out = layer(torch.tensor([1.0, 1.0 + 2**-9]))
+    assert out.dtype == torch.float32
+    assert seen == [torch.bfloat16, torch.bfloat16]
+    out.sum().backward()
+    assert layer.weight.dtype == torch.float32
+    grad = full_grad(layer.weight)
+    assert grad.dtype == torch.float32
+    assert grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_mixed_precision(world_size: int) -> None:
+    run_threads(_mixed_precision, world_size)
+
+
+def _reduces_in_float32(comm: Comm) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layer = fully_shard(_Scale(torch.ones(1)), mesh=comm, mp_policy=policy)
+    # 256 and 1 add up to 257, which bf16 rounds to 256
+    (layer(torch.ones(1)) * (256 if comm.rank == 0 else 1)).sum().backward()
+    assert full_grad(layer.weight).item() == 257 / 2
+
+
+def test_sum_is_taken_in_the_reduction_dtype() -> None:
+    run_threads(_reduces_in_float32, 2)
+
+
+# --- hooks ---
+
+
+def _user_hooks(comm: Comm) -> None:
+    layer = fully_shard(_Scale(torch.ones(2)), mesh=comm)
+    seen: list[list[float]] = []
+    layer.weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append(p.grad.full_tensor().tolist())
+    )
+    (layer(torch.ones(2)) * (comm.rank + 1)).sum().backward()
+    assert seen == [[(comm.size + 1) / 2] * 2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_post_accumulate_hook_fires_once_with_the_reduced_gradient(world_size: int) -> None:
+    run_threads(_user_hooks, world_size)

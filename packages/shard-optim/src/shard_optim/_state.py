@@ -1,0 +1,122 @@
+"""State dictionaries: matching saved state to parameters, and checking it before it is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shard_flat import ShardTensor
+from shard_optim._groups import Group, check_hyper, labels_of
+from shard_optim._slots import SLOTS
+
+Saved = Mapping[str, Any]
+
+# Switches of torch's own optimizer that change results, and the value they must have here.
+_FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+# Those that do not, and what a group says of its parameters.
+_DROPPED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", *_FIXED}
+
+
+def pack_groups(groups: Sequence[Group], names: Mapping[torch.Tensor, str]) -> list[dict[str, Any]]:
+    """Return each group's hyper-parameters and the names of its parameters. Local."""
+    return [{**hyper_of(group), "params": [names[p] for p in group["params"]]} for group in groups]
+
+
+def hyper_of(group: Saved) -> dict[str, Any]:
+    """Return what a group says besides its parameters and torch's switches. Local."""
+    return {key: value for key, value in group.items() if key not in _DROPPED}
+
+
+def match_state(
+    saved: Saved, groups: Sequence[Group], names: Mapping[torch.Tensor, str]
+) -> dict[torch.Tensor, Saved]:
+    """Find each parameter's saved state and check that it fits.
+
+    Args:
+        saved: a state dictionary.
+        groups: the optimizer's.
+        names: the optimizer's parameters.
+
+    Returns:
+        The saved state of every parameter that has one.
+
+    Raises:
+        ValueError: groups, names, slots or shapes differ.
+
+    **Collective**: local.
+    """
+    missing = [key for key in ("state", "param_groups") if key not in saved]
+    if missing:
+        raise ValueError(f"expected a state dictionary with {missing}, got keys {sorted(saved)}")
+    saved_groups = saved["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(f"expected {len(groups)} parameter groups, got {len(saved_groups)}")
+    found: dict[torch.Tensor, Saved] = {}
+    used = set()
+    for number, (group, theirs) in enumerate(zip(groups, saved_groups, strict=True)):
+        _check_switches(theirs, number)
+        check_hyper({**group, **hyper_of(theirs)}, f"group {number}: ")
+        keys = _keys_of(theirs, group, number)
+        used.update(keys)
+        for param, key in zip(group["params"], keys, strict=True):
+            source = saved["state"].get(key)
+            if source:
+                _check_state(names[param], param, source)
+                found[param] = source
+    unexpected = sorted(map(str, set(saved["state"]) - used))
+    if unexpected:
+        raise ValueError(f"state for {unexpected}, which no group lists")
+    return found
+
+
+def _check_switches(saved: Saved, number: int) -> None:
+    for key, wanted in _FIXED.items():
+        if key == "decoupled_weight_decay" and not saved.get("weight_decay"):
+            continue
+        if bool(saved.get(key, wanted)) != wanted:
+            raise ValueError(
+                f"group {number}: saved with {key}={saved[key]}, which this AdamW does not do; "
+                f"load it into torch's own optimizer"
+            )
+
+
+def _keys_of(saved: Saved, group: Group, number: int) -> list[Any]:
+    """The saved group's keys in the order of our parameters."""
+    keys = list(saved["params"])
+    mine = labels_of(group, number)
+    theirs = keys if all(isinstance(key, str) for key in keys) else saved.get("param_names")
+    anonymous = group.get("param_names") is None and not any(
+        isinstance(param, ShardTensor) for param in group["params"]
+    )
+    if theirs is None or (anonymous and theirs is not keys):
+        if len(keys) != len(mine):
+            raise ValueError(f"group {number}: expected {len(mine)} parameters, got {len(keys)}")
+        return keys
+    if set(mine) != set(theirs):
+        raise ValueError(
+            f"group {number}: missing {sorted(set(mine) - set(theirs))}, unexpected "
+            f"{sorted(set(theirs) - set(mine))}"
+        )
+    by_name = dict(zip(theirs, keys, strict=True))
+    return [by_name[name] for name in mine]
+
+
+def _check_state(name: str, param: torch.Tensor, source: Saved) -> None:
+    for key in ("step", *SLOTS):
+        if key not in source:
+            raise ValueError(f"{name}: the state has no {key!r}, only {sorted(source)}")
+    for slot in SLOTS:
+        value = source[slot]
+        if tuple(value.shape) != tuple(param.shape):
+            raise ValueError(
+                f"{name}: expected {slot} of shape {tuple(param.shape)}, got {tuple(value.shape)}"
+            )
+        if isinstance(value, ShardTensor):
+            mine = param.spec if isinstance(param, ShardTensor) else None
+            if mine is None or (mine.start, mine.stop) != (value.spec.start, value.spec.stop):
+                raise ValueError(
+                    f"{name}: {slot} is a piece [{value.spec.start}, {value.spec.stop}) of another "
+                    f"sharding; load it with shard_ckpt, which moves state between world sizes"
+                )
