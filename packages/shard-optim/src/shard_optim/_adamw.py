@@ -111,19 +111,18 @@ class AdamW(Optimizer):
 
         Raises:
             ValueError: a gradient is sparse, or its dtype, kind or range is not that of its
-                parameter; parameters of this and later groups are as they were.
+                parameter; nothing was changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
-            found = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
-            members = [param for param, _ in found]
-            grads = [grad_piece(param, grad, self._name_of) for param, grad in found]
+        work = [self._collect(group) for group in self.param_groups]  # all checked, none changed
+        for index, (group, (members, grads)) in enumerate(
+            zip(self.param_groups, work, strict=True)
+        ):
             plan = self._plans.get(index)
             if plan is None or not plan.holds(members, grads, self.state):
-                check_memory(group["params"], self._name_of)
                 plan = self._plans[index] = make_plan(members, grads, self.state)
             plan.count()
             for lane in plan.lanes:
@@ -202,6 +201,14 @@ class AdamW(Optimizer):
                     own[slot].copy_(source[slot])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _collect(self, group: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters of a group that have a gradient, and this rank's piece of each gradient."""
+        found = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
+        if len(found) < len(group["params"]):
+            check_memory(group["params"], self._name_of)
+        grads = [grad_piece(param, grad, self._name_of) for param, grad in found]
+        return [param for param, _ in found], grads
 
     def _name_of(self, param: torch.Tensor) -> str:
         return name_in(self.param_groups, param)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from shard_flat import ShardTensor
-from shard_optim._runs import in_memory_order
+from shard_optim._runs import in_memory_order, piece_of
 
 
 def grad_piece(
@@ -28,17 +28,30 @@ def grad_piece(
 
     **Collective**: local. **Memory**: one gradient, where it is copied, for the step.
     """
-    if grad.dtype is not param.dtype or grad.layout is not torch.strided:
+    if isinstance(grad, ShardTensor) != isinstance(param, ShardTensor):
+        kinds = ["a ShardTensor" if isinstance(t, ShardTensor) else "plain" for t in (param, grad)]
         raise ValueError(
-            f"{name_of(param)}: expected a dense gradient of {param.dtype}, got {grad.layout} of "
-            f"{grad.dtype}"
+            f"{name_of(param)}: expected a gradient of the parameter's kind ({kinds[0]}), got "
+            f"{kinds[1]}; shard both or neither"
         )
-    if not isinstance(param, ShardTensor):
-        if isinstance(grad, ShardTensor):
-            raise _other_kind(param, grad, name_of)
-        return _like_plain(grad, param)
-    if not isinstance(grad, ShardTensor):
-        raise _other_kind(param, grad, name_of)
+    own, piece = piece_of(param), piece_of(grad)
+    if piece.dtype is not own.dtype or piece.layout is not torch.strided:
+        raise ValueError(
+            f"{name_of(param)}: expected a dense gradient of {own.dtype}, got {piece.layout} of "
+            f"{piece.dtype}"
+        )
+    if isinstance(param, ShardTensor) and isinstance(grad, ShardTensor):
+        _check_range(param, grad, name_of)
+    if own.is_contiguous():
+        return piece.contiguous()
+    if piece.stride() != own.stride():
+        piece = torch.empty_like(own, memory_format=torch.preserve_format).copy_(piece)
+    return in_memory_order(piece)
+
+
+def _check_range(
+    param: ShardTensor, grad: ShardTensor, name_of: Callable[[torch.Tensor], str]
+) -> None:
     mine, theirs = param.spec, grad.spec
     if mine is not theirs and (mine.start, mine.stop) != (theirs.start, theirs.stop):
         raise ValueError(
@@ -46,22 +59,3 @@ def grad_piece(
             f"[{theirs.start}, {theirs.stop}) (rank {param.comm.rank} of {param.comm.size}); make "
             f"it with the parameter's like()"
         )
-    return grad.local.contiguous()
-
-
-def _like_plain(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    if param.is_contiguous():
-        return grad.contiguous()
-    if grad.stride() != param.stride():
-        grad = torch.empty_like(param, memory_format=torch.preserve_format).copy_(grad)
-    return in_memory_order(grad)
-
-
-def _other_kind(
-    param: torch.Tensor, grad: torch.Tensor, name_of: Callable[[torch.Tensor], str]
-) -> ValueError:
-    kinds = ["a ShardTensor" if isinstance(t, ShardTensor) else "plain" for t in (param, grad)]
-    return ValueError(
-        f"{name_of(param)}: expected a gradient of the parameter's kind ({kinds[0]}), got "
-        f"{kinds[1]}; shard both or neither"
-    )

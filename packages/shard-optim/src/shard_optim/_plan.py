@@ -13,6 +13,8 @@ from shard_optim._runs import find_runs, flat_piece, join, piece_of
 from shard_optim._slots import SLOTS, State, allocate_slots
 from shard_optim._tails import Cut, Tails, plan_tails
 
+_KEYS = ("step", *SLOTS)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -101,7 +103,7 @@ class StepPlan:
             return False
         for member, known in zip(members, self.slots, strict=True):
             own = state.get(member)
-            if own is None or not all(map(is_, _slots_of(own), known)):
+            if own is None or not all(map(is_, map(own.get, _KEYS), known)):
                 return False
         return all(_lie_alike(run, grads) for lane in self.lanes for run in lane.runs)
 
@@ -149,7 +151,7 @@ def make_plan(
         members=list(members),
         addresses=[piece.data_ptr() for piece in pieces],
         numels=[piece.numel() for piece in pieces],
-        slots=[_slots_of(state[member]) for member in members],
+        slots=[[state[member][key] for key in _KEYS] for member in members],
         lanes=lanes,
         counters=counters,
         versions=[_version_of(counter) for counter in counters],
@@ -209,10 +211,6 @@ def _split_by(rows: Sequence[int], counts: Sequence[float]) -> list[list[int]]:
         else:
             parts.append([row])
     return parts
-
-
-def _slots_of(own: Mapping[str, Any]) -> list[Any]:
-    return [own.get("step"), *(own.get(slot) for slot in SLOTS)]
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from shard_train._borrow import borrowed_environ, borrowed_handlers, silenced
 from shard_train._config import Config
 from shard_train._errors import UsageError
 from shard_train._screen import shown_path
@@ -45,40 +45,35 @@ def launch_ranks(config: Config) -> int:
     **Collective**: local; it starts the ranks.
     """
     out = Path(config.run.out)
-    os.environ[LAUNCHED] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the machine's cores
-    _silence_loggers()
-    others = dict.fromkeys(range(1, config.run.ranks), Std.ALL)
-    logs = DefaultLogsSpecs(log_dir=str(out / "logs"), redirects={0: Std.ERR, **others})
-    settings = LaunchConfig(
+    program = ("-m", "shard_train", "train", "--config", str(out / "config.toml"))
+    # Elastic takes the signals over and reports each of them, and each failed process, in
+    # several lines of its own.
+    with borrowed_environ(), borrowed_handlers(_PASSED_ON), silenced("torch.distributed.elastic"):
+        os.environ[LAUNCHED] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the machine's cores
+        try:
+            elastic_launch(_settings(config.run.ranks, out), sys.executable)(*program)
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+        except ChildFailedError as failed:
+            return explain(failed.failures, out)
+    return 0
+
+
+def _settings(ranks: int, out: Path) -> LaunchConfig:
+    others = dict.fromkeys(range(1, ranks), Std.ALL)
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=config.run.ranks,
+        nproc_per_node=ranks,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # a free port
         run_id=uuid.uuid4().hex[:8],
         max_restarts=0,
-        logs_specs=logs,
+        logs_specs=DefaultLogsSpecs(log_dir=str(out / "logs"), redirects={0: Std.ERR, **others}),
         local_addr="localhost",
         signals_to_handle=",".join(number.name for number in _PASSED_ON if not is_ignored(number)),
     )
-    program = ("-m", "shard_train", "train", "--config", str(out / "config.toml"))
-    try:
-        elastic_launch(settings, sys.executable)(*program)
-    except SignalException as stopped:
-        return 128 + int(stopped.sigval)
-    except ChildFailedError as failed:
-        return explain(failed.failures, out)
-    return 0
-
-
-def _silence_loggers() -> None:
-    # Elastic reports each signal and each failed process in several lines of its own. What
-    # there is to say about checkpoints rank 0 says.
-    for name in ("torch.distributed.elastic", "shard_ckpt"):
-        logger = logging.getLogger(name)
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False
 
 
 def explain(failures: dict[int, ProcessFailure], out: Path) -> int:

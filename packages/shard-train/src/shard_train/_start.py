@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shard_ckpt import Checkpointer
 from shard_comm import SoloComm, comm_for
+from shard_train._borrow import silenced
 from shard_train._config import Config, check_config, resolve
 from shard_train._folder import RunFolder, claim_folder
 from shard_train._launch import RankFailure, launch_ranks
@@ -81,7 +82,8 @@ def _say_if_stopped(status: int, config: Config) -> None:
 def _last_step(config: Config) -> str:
     folder = RunFolder.checkpoints_in(Path(config.run.out))
     checkpointer = Checkpointer(folder, comm=SoloComm())
-    step = checkpointer.latest()
+    with silenced("shard_ckpt"):  # what there is to say of skipped steps the next start says
+        step = checkpointer.latest()
     if step is None:
         return "No step was saved; the same command begins again."
     where = shown_path(checkpointer.path(step))

@@ -40,23 +40,26 @@ def run_ranks(
         What each rank returned, in rank order; it must pickle.
 
     Raises:
-        RuntimeError: a rank raised (its traceback is in the message) or died.
+        RuntimeError: a rank raised (the first one's traceback is in the message) or died.
         TimeoutError: some ranks did not finish in time; each printed its stack to stderr.
+        ValueError: ``world_size`` is below 1, or a new process could not find ``fn``.
     """
+    if world_size < 1:
+        raise ValueError(f"expected world_size >= 1, got {world_size}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
         processes: list[BaseProcess] = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            job = (_locate(fn), rank, world_size, f"{folder}/store", args, timeout_s)
-            process = context.Process(target=_run_rank, args=(theirs, job), daemon=True)
-            process.start()
-            theirs.close()
-            pipes[ours] = rank
-            processes.append(process)
         try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                job = (_locate(fn), rank, world_size, f"{folder}/store", args, timeout_s)
+                process = context.Process(target=_run_rank, args=(theirs, job), daemon=True)
+                process.start()
+                theirs.close()
+                pipes[ours] = rank
+                processes.append(process)
             return _collect(pipes, processes, time.monotonic() + timeout_s)
         finally:
             for process in processes:
@@ -81,7 +84,7 @@ def _collect(
             try:
                 ok, at_s, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                ok, at_s, value = False, math.inf, _cause_of_death(processes[rank])
+                ok, at_s, value = False, -math.inf, _cause_of_death(processes[rank])
             if ok:
                 results[rank] = value
             else:
@@ -101,9 +104,13 @@ def _locate(fn: Callable[..., Any]) -> tuple[str, str, str]:
     """Module name, file and qualified name: test files are not importable by name alone."""
     if "<locals>" in fn.__qualname__:
         raise ValueError(f"{fn.__qualname__}: expected a function at the top level of its file")
-    file = sys.modules[fn.__module__].__file__
-    assert file is not None
-    return fn.__module__, str(Path(file).resolve()), fn.__qualname__
+    file = getattr(sys.modules[fn.__module__], "__file__", None)
+    if file is None:
+        raise ValueError(f"{fn.__qualname__}: expected a function that is written in a file")
+    path = Path(file).resolve()
+    # A new process has a main module of its own.
+    name = path.stem if fn.__module__ == "__main__" else fn.__module__
+    return name, str(path), fn.__qualname__
 
 
 def _load(where: tuple[str, str, str]) -> Any:

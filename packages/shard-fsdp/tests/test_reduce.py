@@ -1,0 +1,100 @@
+"""The reducer alone: what it packs, sends and hands out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shard_comm import Comm, Recorded
+from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
+from shard_fsdp._policy import UnitSettings
+from shard_fsdp._reduce import GradReducer
+from shard_testing import run_threads
+
+
+def _make(comm: Comm, settings: UnitSettings, dtype: torch.dtype = torch.float32) -> GradReducer:
+    layout = plan_layout(
+        [ParamSpec("a", (3,), torch.float32), ParamSpec("b", (2, 2), torch.float32)], comm.size
+    )
+    params = []
+    for spec, start in zip(layout.specs, layout.starts, strict=True):
+        whole = ShardSpec(spec.name, spec.shape, 0, 0, start, layout.shard_numel)
+        low, high = whole.range_of(comm.rank)
+        piece = ShardSpec(spec.name, spec.shape, low, high, start, layout.shard_numel)
+        params.append(ShardTensor(torch.zeros(high - low), piece, comm=comm, requires_grad=True))
+    return GradReducer(
+        layout, params, comm=comm, dtype=dtype, settings=settings, on_arrival=lambda: None
+    )
+
+
+def _full_grads(reducer: GradReducer) -> list[list[float] | None]:
+    grads = []
+    for param in reducer._params:
+        assert param.grad is None or isinstance(param.grad, ShardTensor)
+        grads.append(None if param.grad is None else param.grad.full_tensor().flatten().tolist())
+    return grads
+
+
+def _step(comm: Comm) -> None:
+    reducer = _make(comm, UnitSettings())
+    reducer.receive(1, torch.full((2, 2), float(comm.rank)))
+    assert reducer.arrived == [False, True]
+    reducer.receive(1, torch.ones(2, 2))  # the same parameter again
+    reducer.launch()
+    assert reducer.arrived == [False, False]
+    reducer.finish()
+    mean = 1 + (comm.size - 1) / 2
+    assert _full_grads(reducer) == [None, [mean] * 4]
+    reducer.receive(0, torch.arange(3.0))
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer) == [[0, 1, 2], [mean] * 4]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_adds_up_and_hands_out_means(world_size: int) -> None:
+    run_threads(_step, world_size)
+
+
+def _buffer_is_freed(comm: Comm) -> None:
+    reducer = _make(comm, UnitSettings())
+    reducer.receive(0, torch.ones(3))
+    assert reducer._buffer is not None
+    assert reducer._buffer.allocated
+    reducer.launch()
+    reducer.finish()
+    assert not reducer._buffer.allocated
+    reducer.receive(0, torch.ones(3))
+    reducer.discard()
+    assert not reducer._buffer.allocated
+    assert reducer.arrived == [False, False]
+
+
+def test_buffer_lives_from_first_gradient_to_end_of_reduction() -> None:
+    run_threads(_buffer_is_freed, 2)
+
+
+def _zero_fill(comm: Comm) -> None:
+    reducer = _make(comm, UnitSettings(zero_fill_unused=True))
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer) == [[0] * 3, [0] * 4]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zero_fill_hands_out_a_gradient_for_everything(world_size: int) -> None:
+    run_threads(_zero_fill, world_size)
+
+
+def _reduce_dtype(comm: Comm) -> None:
+    recorded = Recorded(comm)
+    reducer = _make(recorded, UnitSettings(), torch.bfloat16)
+    reducer.receive(0, torch.full((3,), 1 + 2**-9))
+    reducer.launch()
+    reducer.finish()
+    assert recorded.records["reduce_scatter"].payload_bytes == 2 * reducer._layout.numel
+    assert _full_grads(reducer)[0] == [1.0] * 3  # rounded on the way
+
+
+def test_wire_has_the_reduction_dtype() -> None:
+    run_threads(_reduce_dtype, 2)
