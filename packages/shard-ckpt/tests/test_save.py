@@ -24,9 +24,11 @@ from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
 from shard_testing import run_ranks, run_threads
 
 
-def piece(full: torch.Tensor, comm: Comm, cuts: Sequence[int]) -> ShardTensor:
-    start, stop = cuts[comm.rank], cuts[comm.rank + 1]
-    spec = ShardSpec("", tuple(full.shape), start, stop, 0, max(full.numel(), 1))
+def piece(full: torch.Tensor, comm: Comm, share: int, origin: int = 0) -> ShardTensor:
+    """Cut so that rank ``r`` holds ``[r * share - origin, (r + 1) * share - origin)``."""
+    shape = tuple(full.shape)
+    start, stop = ShardSpec("", shape, 0, 0, origin, share).range_of(comm.rank)
+    spec = ShardSpec("", shape, start, stop, origin, share)
     return ShardTensor(full.reshape(-1)[start:stop].clone(), spec, comm=comm)
 
 
@@ -67,11 +69,9 @@ def test_files_and_keys(tmp_path: Path) -> None:
 
     def rank(comm: Comm) -> None:
         state = {
-            "model": {"w": piece(full, comm, [0, 0, 4, 6]), "all": piece(full, comm, [0, 6, 6, 6])},
+            "model": {"w": piece(full, comm, 4, origin=4), "all": piece(full, comm, 6)},
             "optim": {
-                "state": {
-                    "w": {"step": torch.tensor(3.0), "exp_avg": piece(full, comm, [0, 5, 6, 6])}
-                },
+                "state": {"w": {"step": torch.tensor(3.0), "exp_avg": piece(full, comm, 5)}},
                 "param_groups": [{"lr": 0.1, "params": ["w"]}],
             },
             "step": 3,
@@ -132,7 +132,7 @@ def test_index_says_where_bytes_lie_and_what_they_are(tmp_path: Path) -> None:
     full = torch.arange(10.0)
 
     def rank(comm: Comm) -> None:
-        save({"model": {"w": piece(full, comm, [0, 7, 10])}}, tmp_path / "a", comm=comm)
+        save({"model": {"w": piece(full, comm, 7)}}, tmp_path / "a", comm=comm)
 
     run_threads(rank, 2)
     index = json.loads((tmp_path / "a" / "index.json").read_bytes())
@@ -209,7 +209,7 @@ def test_replicated_tensors_are_written_once_and_evenly(tmp_path: Path) -> None:
 def test_no_tensor_travels_and_messages_stay_small(tmp_path: Path) -> None:
     def rank(comm: Comm) -> list[tuple[str, int]]:
         recorded = Recorded(comm)
-        state = {"w": piece(torch.zeros(100_000), comm, [0, 50_000, 100_000])}
+        state = {"w": piece(torch.zeros(100_000), comm, 50_000)}
         save({"model": state}, tmp_path / "a", comm=recorded)
         return [(op, record.calls) for op, record in recorded.records.items()]
 
@@ -223,7 +223,7 @@ def test_hybrid_replicas_share_the_writing(tmp_path: Path) -> None:
 
     def rank(comm: Comm) -> None:
         shard_comm = groups[comm.rank // 2][comm.rank % 2]
-        state = {"w": piece(full, shard_comm, [0, 2000, 4000])}
+        state = {"w": piece(full, shard_comm, 2000)}
         save({"model": state}, tmp_path / "a", comm=comm)
 
     run_threads(rank, 4)
@@ -383,7 +383,7 @@ def test_elements_that_nobody_holds_are_missed_before_publishing(tmp_path: Path)
     full = torch.zeros(10)
     errors = each_error(
         lambda comm: save(
-            {"m": {"w": piece(full, comm, [[0, 4, 4], [0, 5, 10]][comm.rank])}},
+            {"m": {"w": piece(full, comm, [4, 5][comm.rank])}},
             tmp_path / "a",
             comm=comm,
         ),
@@ -397,7 +397,7 @@ def test_elements_that_nobody_holds_are_missed_before_publishing(tmp_path: Path)
 
 def test_a_comm_without_all_holders_is_refused(tmp_path: Path) -> None:
     comm = ThreadComm.group(2)[0]
-    state = {"m": {"w": piece(torch.zeros(4), comm, [0, 2, 4])}}
+    state = {"m": {"w": piece(torch.zeros(4), comm, 2)}}
     with pytest.raises(ValueError, match="m: w: cut over 2 ranks, but saved by 1"):
         save(state, tmp_path / "a", comm=SoloComm())
     assert os.listdir(tmp_path) == []
@@ -405,7 +405,7 @@ def test_a_comm_without_all_holders_is_refused(tmp_path: Path) -> None:
 
 def test_one_name_for_two_entries_of_a_file_is_refused(tmp_path: Path) -> None:
     def fn(comm: Comm) -> None:
-        state = {"w": piece(torch.zeros(4), comm, [0, 2, 4]), "w@0:2": torch.zeros(1)}
+        state = {"w": piece(torch.zeros(4), comm, 2), "w@0:2": torch.zeros(1)}
         save({"m": state}, tmp_path / "a", comm=comm)
 
     errors = each_error(fn, 2)

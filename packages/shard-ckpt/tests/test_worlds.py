@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,15 +166,16 @@ def test_every_world_is_readable_by_stock_tools_and_verifies(
         assert bits(whole) == bits(expected["model"][name]), name
 
 
-def cut_at(full: torch.Tensor, comm: Comm, cuts: Sequence[int]) -> ShardTensor:
-    start, stop = cuts[comm.rank], cuts[comm.rank + 1]
-    spec = ShardSpec("w", tuple(full.shape), start, stop, 0, max(full.numel(), 1))
+def cut(full: torch.Tensor, comm: Comm, share: int, origin: int = 0) -> ShardTensor:
+    """Cut so that rank ``r`` holds ``[r * share - origin, (r + 1) * share - origin)``."""
+    shape = tuple(full.shape)
+    start, stop = ShardSpec("w", shape, 0, 0, origin, share).range_of(comm.rank)
+    spec = ShardSpec("w", shape, start, stop, origin, share)
     return ShardTensor(full.reshape(-1)[start:stop].clone(), spec, comm=comm)
 
 
-def even(numel: int, world_size: int) -> list[int]:
-    share = -(-numel // world_size)
-    return [min(rank * share, numel) for rank in range(world_size + 1)]
+def even(full: torch.Tensor, comm: Comm) -> ShardTensor:
+    return cut(full, comm, max(-(-full.numel() // comm.size), 1))
 
 
 class TestCase3:
@@ -184,20 +184,16 @@ class TestCase3:
     @pytest.mark.parametrize("saved_at", range(1, 9))
     def test_0_to_7_elements_on_1_to_8_ranks(self, tmp_path: Path, saved_at: int) -> None:
         shapes = [(0,), (1,), (2, 1), (3,), (2, 2), (5,), (2, 3), (7,), (1, 1, 1), (3, 0)]
-        full = {
-            str(at): torch.arange(1.0, 100.0)[: torch.Size(s).numel()].view(s)
-            for at, s in enumerate(shapes)
-        }
+        full = {str(s): torch.arange(1.0, 1 + torch.Size(s).numel()).view(s) for s in shapes}
 
         def saved(comm: Comm) -> None:
-            state = {n: cut_at(t, comm, even(t.numel(), comm.size)) for n, t in full.items()}
+            state = {name: even(tensor, comm) for name, tensor in full.items()}
             save({"m": state}, tmp_path / "a", comm=comm)
 
         def loaded(comm: Comm) -> list[str]:
-            cuts = {n: even(t.numel(), comm.size) for n, t in full.items()}
-            template = {n: cut_at(torch.zeros_like(t), comm, cuts[n]) for n, t in full.items()}
+            template = {n: even(torch.zeros_like(tensor), comm) for n, tensor in full.items()}
             load({"m": template}, tmp_path / "a", comm=comm)
-            return differing(template, {n: cut_at(t, comm, cuts[n]) for n, t in full.items()})
+            return differing(template, {n: even(tensor, comm) for n, tensor in full.items()})
 
         run_threads(saved, saved_at)
         for loaded_at in range(1, 9):
@@ -208,21 +204,23 @@ class TestCase3:
     def test_any_cuts(self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
         numel = data.draw(st.integers(0, 12))
         full = torch.arange(1, numel + 1, dtype=torch.int16)
-        cuts = []
+        layouts = []
         for _ in range(2):
-            inner = data.draw(st.lists(st.integers(0, numel), max_size=4))
-            cuts.append([0, *sorted(inner), numel])
+            world_size = data.draw(st.integers(1, 5))
+            share = data.draw(st.integers(max(-(-numel // world_size), 1), numel + 2))
+            origin = data.draw(st.integers(0, world_size * share - numel))
+            layouts.append((world_size, share, origin))
         path = tmp_path_factory.mktemp("cuts") / "a"
 
-        def saved(comm: Comm) -> None:
-            save({"m": {"w": cut_at(full, comm, cuts[0])}}, path, comm=comm)
+        def saved(comm: Comm, share: int, origin: int) -> None:
+            save({"m": {"w": cut(full, comm, share, origin)}}, path, comm=comm)
 
-        def loaded(comm: Comm) -> list[int]:
-            template = cut_at(torch.zeros_like(full), comm, cuts[1])
+        def loaded(comm: Comm, share: int, origin: int) -> list[int]:
+            template = cut(torch.zeros_like(full), comm, share, origin)
             load({"m": {"w": template}}, path, comm=comm)
             values: list[int] = template.local.tolist()
             return values
 
-        run_threads(saved, len(cuts[0]) - 1)
-        parts = run_threads(loaded, len(cuts[1]) - 1)
+        run_threads(saved, *layouts[0])
+        parts = run_threads(loaded, *layouts[1])
         assert [value for part in parts for value in part] == full.tolist()

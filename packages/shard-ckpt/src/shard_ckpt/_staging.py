@@ -31,7 +31,7 @@ class Windows:
         ]
         self._busy: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
-        self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
 
     def read_out(self, source: torch.Tensor) -> Iterator[memoryview]:
         """Yield a tensor's bytes in order.

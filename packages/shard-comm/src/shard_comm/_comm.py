@@ -21,16 +21,23 @@ class Work:
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
+        self._error: Exception | None = None
 
     def wait(self) -> None:
-        """Wait for the result. Calling it again does nothing.
+        """Wait for the result. Calling it again does nothing, or raises the same error again.
 
         Raises:
             RuntimeError: the collective failed or timed out.
         """
+        if self._error is not None:
+            raise self._error
         finish, self._finish = self._finish, None
         if finish is not None:
-            finish()
+            try:
+                finish()
+            except Exception as error:
+                self._error = error
+                raise
 
 
 class Comm(ABC):
@@ -85,10 +92,13 @@ class Comm(ABC):
             timeout_s: seconds after which the wait raises.
 
         Raises:
-            ValueError: shapes, dtypes or devices do not fit; raised before anything is sent.
+            ValueError: shapes, dtypes, devices or the timeout do not fit, or ``inp`` overlaps
+                ``out`` elsewhere than in this rank's slice; nothing was sent.
             RuntimeError: a rank did not arrive in time.
         """
-        self._check("all_gather", out, inp, out_numel=inp.numel() * self.size)
+        self._check("all_gather", out, inp, out_numel=inp.numel() * self.size, timeout_s=timeout_s)
+        if out.data_ptr() + self.rank * inp.nbytes != inp.data_ptr():
+            self._check_apart("all_gather", out, inp)
         return self._end(self._all_gather(out, inp, timeout_s), async_op)
 
     @torch.no_grad()
@@ -112,10 +122,13 @@ class Comm(ABC):
             timeout_s: seconds after which the wait raises.
 
         Raises:
-            ValueError: shapes, dtypes, devices or ``op`` do not fit; nothing was sent.
+            ValueError: shapes, dtypes, devices, ``op`` or the timeout do not fit, or the two
+                overlap; nothing was sent.
             RuntimeError: a rank did not arrive in time.
         """
-        self._check("reduce_scatter", inp, out, out_numel=out.numel() * self.size)
+        numel = out.numel() * self.size
+        self._check("reduce_scatter", inp, out, out_numel=numel, timeout_s=timeout_s)
+        self._check_apart("reduce_scatter", out, inp)
         self._check_op("reduce_scatter", op)
         return self._end(self._reduce_scatter(out, inp, op, timeout_s), async_op)
 
@@ -137,10 +150,10 @@ class Comm(ABC):
             timeout_s: seconds after which the wait raises.
 
         Raises:
-            ValueError: the tensor or ``op`` does not fit; nothing was sent.
+            ValueError: the tensor, ``op`` or the timeout does not fit; nothing was sent.
             RuntimeError: a rank did not arrive in time.
         """
-        self._check("all_reduce", tensor, tensor, out_numel=tensor.numel())
+        self._check("all_reduce", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
         self._check_op("all_reduce", op)
         return self._end(self._all_reduce(tensor.view(-1), op, timeout_s), async_op)
 
@@ -156,10 +169,11 @@ class Comm(ABC):
         """Copy rank ``src``'s ``tensor`` into every rank's, in place.
 
         Raises:
-            ValueError: the tensor does not fit or ``src`` is no rank; nothing was sent.
+            ValueError: the tensor or the timeout does not fit, or ``src`` is no rank; nothing
+                was sent.
             RuntimeError: a rank did not arrive in time.
         """
-        self._check("broadcast", tensor, tensor, out_numel=tensor.numel())
+        self._check("broadcast", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
         if not 0 <= src < self.size:
             raise ValueError(f"broadcast: expected src in [0, {self.size}), got {src}")
         return self._end(self._broadcast(tensor.view(-1), src, timeout_s), async_op)
@@ -182,10 +196,12 @@ class Comm(ABC):
             timeout_s: seconds after which the wait raises.
 
         Raises:
-            ValueError: shapes, dtypes or devices do not fit; nothing was sent.
+            ValueError: shapes, dtypes, devices or the timeout do not fit, or the two overlap;
+                nothing was sent.
             RuntimeError: a rank did not arrive in time.
         """
-        self._check("all_to_all", out, inp, out_numel=inp.numel())
+        self._check("all_to_all", out, inp, out_numel=inp.numel(), timeout_s=timeout_s)
+        self._check_apart("all_to_all", out, inp)
         if inp.numel() % self.size:
             raise ValueError(
                 f"all_to_all: expected a multiple of {self.size} elements, got {inp.numel()}"
@@ -227,7 +243,26 @@ class Comm(ABC):
             work.wait()
         return work
 
-    def _check(self, op: str, big: torch.Tensor, small: torch.Tensor, *, out_numel: int) -> None:
+    def _limit_s(self, op: str, timeout_s: float | None) -> float:
+        """The timeout of one call."""
+        if timeout_s is None:
+            return self.timeout_s
+        if not timeout_s > 0:
+            raise ValueError(
+                f"{op}: expected timeout_s > 0, got {timeout_s} (rank {self.rank} of {self.size})"
+            )
+        return timeout_s
+
+    def _check(
+        self,
+        op: str,
+        big: torch.Tensor,
+        small: torch.Tensor,
+        *,
+        out_numel: int,
+        timeout_s: float | None,
+    ) -> None:
+        self._limit_s(op, timeout_s)
         where = f"(rank {self.rank} of {self.size})"
         if big.numel() != out_numel:
             raise ValueError(
@@ -246,6 +281,17 @@ class Comm(ABC):
                 raise ValueError(
                     f"{op}: expected a tensor on {self.device}, got one on {tensor.device} {where}"
                 )
+
+    def _check_apart(self, op: str, out: torch.Tensor, inp: torch.Tensor) -> None:
+        """Raise where writing ``out`` changes ``inp`` before other ranks have read it."""
+        if self.size == 1 or out.is_meta or out.numel() == 0:
+            return
+        first, second = sorted([out, inp], key=lambda t: t.data_ptr())
+        if first.data_ptr() + first.nbytes > second.data_ptr():
+            raise ValueError(
+                f"{op}: out and inp overlap in memory (rank {self.rank} of {self.size}); pass a "
+                f"tensor of its own for one of them"
+            )
 
     @staticmethod
     def _check_op(name: str, op: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 from datetime import timedelta
 from typing import Any
 
@@ -65,26 +67,44 @@ class GroupComm(Comm):
         device = torch.device(device)
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
-        self._ordered = "nccl" not in self._backend
+        self._ordered = device.type == "cpu" or "nccl" not in self._backend
         default = timeout_s if timeout_s is not None else _group_timeout_s(self.group, device)
         super().__init__(rank, dist.get_world_size(self.group), device=device, timeout_s=default)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it; a timeout over Gloo names the missing ranks."""
+        limit_s = self._limit_s("barrier", timeout_s)
         if self._backend == "gloo":
-            limit = timedelta(seconds=timeout_s or self.timeout_s)
-            dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
+            limit = timedelta(seconds=limit_s)
+            try:
+                dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"barrier() failed on rank {self.rank} of {self.size} (limit {limit_s:g} s): "
+                    f"{error}"
+                ) from error
             return
         self._launch("barrier", dist.barrier(self.group, async_op=True), timeout_s).wait()
 
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's picklable ``obj``, in rank order. For small control data."""
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, obj, group=self.group)
-        return everyone
+        self._limit_s("all_gather_object", timeout_s)
+        packed = bytearray(pickle.dumps(obj))
+        mine = torch.frombuffer(packed, dtype=torch.uint8).to(self.device)
+        lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
+        self._all_gather(lengths, lengths.new_tensor([mine.numel()]), timeout_s).wait()
+        longest = int(lengths.max())
+        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
+        everyone = mine.new_empty(self.size * longest)
+        self._all_gather(everyone, padded, timeout_s).wait()
+        rows = everyone.view(self.size, longest).cpu()
+        return [
+            pickle.loads(ctypes.string_at(row.data_ptr(), length))
+            for row, length in zip(rows, lengths.tolist(), strict=True)
+        ]
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        work = _all_gather(out.view(-1), inp.view(-1), group=self.group, async_op=True)
+        work = _all_gather(_bytes_of(out), _bytes_of(inp), group=self.group, async_op=True)
         return self._launch("all_gather", work, timeout_s, inp)
 
     def _reduce_scatter(
@@ -95,7 +115,7 @@ class GroupComm(Comm):
                 out.view(-1), inp.view(-1), op=_REDUCE_OPS[op], group=self.group, async_op=True
             )
             return self._launch("reduce_scatter", work, timeout_s, inp)
-        received = torch.empty_like(inp).view(self.size, -1)
+        received = inp.new_empty(self.size, out.numel())
         arriving = self._all_to_all(received.view(-1), inp, timeout_s)
 
         def finish() -> None:
@@ -118,11 +138,13 @@ class GroupComm(Comm):
         return Work(finish)
 
     def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work:
-        work = dist.broadcast(flat, group=self.group, group_src=src, async_op=True)
+        work = dist.broadcast(_bytes_of(flat), group=self.group, group_src=src, async_op=True)
         return self._launch("broadcast", work, timeout_s, flat)
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        work = dist.all_to_all_single(out.view(-1), inp.view(-1), group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            _bytes_of(out), _bytes_of(inp), group=self.group, async_op=True
+        )
         return self._launch("all_to_all", work, timeout_s, inp)
 
     def _launch(
@@ -147,6 +169,11 @@ class GroupComm(Comm):
                 ) from error
 
         return Work(finish)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What is only moved is moved as bytes: no backend knows all dtypes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,8 @@ from shard_comm._comm import Comm
 from shard_comm._group import GroupComm
 from shard_comm._solo import SoloComm
 
-_comms: WeakKeyDictionary[dist.ProcessGroup, GroupComm] = WeakKeyDictionary()
+# A comm holds its group, so a group lives no longer than the last comm of it.
+_comms: WeakValueDictionary[tuple[dist.ProcessGroup, str | None], GroupComm] = WeakValueDictionary()
 
 
 def comm_for(

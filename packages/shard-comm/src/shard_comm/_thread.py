@@ -25,6 +25,9 @@ class _Meeting:
     def enter(self, rank: int, key: Any, value: Any, timeout_s: float) -> list[Any]:
         """Wait for every rank; return their values in rank order."""
         with self._changed:
+            if rank in self._arrived and self._broken is None:
+                first = self._arrived[rank][0]
+                self._break(f"rank {rank} of {self.size} calls {key} while it is still in {first}")
             self._arrived[rank] = (key, value)
             self._changed.notify_all()
             everyone = range(self.size)
@@ -99,18 +102,20 @@ class ThreadComm(Comm):
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it."""
-        self._enter("barrier()", None, timeout_s)
-        self._leave(timeout_s)
+        limit_s = self._limit_s("barrier", timeout_s)
+        self._enter("barrier()", None, limit_s)
+        self._leave(limit_s)
 
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's object; copies, as between processes."""
-        packed = self._enter("all_gather_object()", pickle.dumps(obj), timeout_s)
-        self._leave(timeout_s)
+        limit_s = self._limit_s("all_gather_object", timeout_s)
+        packed = self._enter("all_gather_object()", pickle.dumps(obj), limit_s)
+        self._leave(limit_s)
         return [pickle.loads(p) for p in packed]
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         everyone = self._enter(_key("all_gather", inp), inp, timeout_s)
-        for part, theirs in zip(out.view(self.size, -1), everyone, strict=True):
+        for part, theirs in zip(self._slices(out), everyone, strict=True):
             if part.data_ptr() != theirs.data_ptr():
                 part.copy_(theirs.view(-1))
         self._leave(timeout_s)
@@ -120,7 +125,7 @@ class ThreadComm(Comm):
         self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
     ) -> Work:
         everyone = self._enter(_key(f"reduce_scatter {op}", inp), inp, timeout_s)
-        _reduce([theirs.view(self.size, -1)[self.rank] for theirs in everyone], op, out.view(-1))
+        _reduce([self._slices(theirs)[self.rank] for theirs in everyone], op, out.view(-1))
         self._leave(timeout_s)
         return Work()
 
@@ -141,16 +146,21 @@ class ThreadComm(Comm):
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         everyone = self._enter(_key("all_to_all", inp), inp, timeout_s)
-        for part, theirs in zip(out.view(self.size, -1), everyone, strict=True):
-            part.copy_(theirs.view(self.size, -1)[self.rank])
+        for part, theirs in zip(self._slices(out), everyone, strict=True):
+            part.copy_(self._slices(theirs)[self.rank])
         self._leave(timeout_s)
         return Work()
 
     def _enter(self, key: str, value: Any, timeout_s: float | None) -> list[Any]:
-        return self._meeting.enter(self.rank, key, value, timeout_s or self.timeout_s)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        return self._meeting.enter(self.rank, key, value, limit_s)
 
     def _leave(self, timeout_s: float | None) -> None:
-        self._meeting.leave(self.rank, timeout_s or self.timeout_s)
+        self._meeting.leave(self.rank, self.timeout_s if timeout_s is None else timeout_s)
+
+    def _slices(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One row per rank; also of a tensor without elements."""
+        return tensor.view(self.size, tensor.numel() // self.size)
 
 
 def _key(op: str, tensor: torch.Tensor) -> str:

@@ -1,0 +1,69 @@
+"""Sharded parameters as a runtime makes them: views of one flat buffer per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from shard_comm import Comm
+from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
+
+MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
+GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
+
+
+@pytest.fixture(scope="session")
+def make_params() -> MakeParams:
+    """Cut full tensors by one layout; they are called ``p0``, ``p1``, ..."""
+
+    def make(comm: Comm, fulls: Sequence[torch.Tensor]) -> list[ShardTensor]:
+        dtype = fulls[0].dtype
+        specs = [ParamSpec(f"p{i}", tuple(full.shape), dtype) for i, full in enumerate(fulls)]
+        layout = plan_layout(specs, comm.size)
+        shard = torch.zeros(layout.shard_numel, dtype=dtype)
+        params = []
+        for i, (full, piece) in enumerate(zip(fulls, layout.pieces(comm.rank), strict=True)):
+            local = shard[piece.offset : piece.offset + piece.numel]
+            local.copy_(full.reshape(-1)[piece.start : piece.stop])
+            spec = ShardSpec(
+                piece.spec.name,
+                piece.spec.shape,
+                piece.start,
+                piece.stop,
+                layout.starts[i],
+                layout.shard_numel,
+            )
+            param = nn.Parameter(ShardTensor(local, spec, comm=comm))
+            assert isinstance(param, ShardTensor)
+            params.append(param)
+        return params
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def give_grads() -> GiveGrads:
+    """Set gradients from full ones, the pieces of each rank in one new flat buffer."""
+
+    def give(params: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor | None]) -> None:
+        wanted = [(p, full) for p, full in zip(params, fulls, strict=True) if full is not None]
+        for param in params:
+            param.grad = None
+        sharded = [(p, full) for p, full in wanted if isinstance(p, ShardTensor)]
+        for param, full in wanted:
+            if not isinstance(param, ShardTensor):
+                param.grad = full.clone()
+        if not sharded:
+            return
+        # In the order of memory, as a reduction over ranks leaves them.
+        sharded.sort(key=lambda pair: pair[0].local.data_ptr() if pair[0].local.numel() else 0)
+        parts = [full.reshape(-1)[p.spec.start : p.spec.stop] for p, full in sharded]
+        flat = torch.cat(parts)
+        sizes = [part.numel() for part in parts]
+        for (param, _), part in zip(sharded, flat.split(sizes), strict=True):
+            param.grad = param.like(part)
+
+    return give
