@@ -11,11 +11,12 @@ from _readme import read_blocks
 from _workspace import read_workspace
 
 WORKSPACE = read_workspace()
-PAGES = [WORKSPACE.root / "README.md", *(p.path / "README.md" for p in WORKSPACE.packages)]
+PAGES = {
+    "root": WORKSPACE.root / "README.md",
+    **{package.name: package.path / "README.md" for package in WORKSPACE.packages},
+}
 
-each_page = pytest.mark.parametrize(
-    "page", PAGES, ids=[page.parent.name for page in [Path("root/README.md"), *PAGES[1:]]]
-)
+each_page = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES.keys())
 
 
 @each_page

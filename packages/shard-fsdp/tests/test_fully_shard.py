@@ -197,7 +197,6 @@ def test_tie_across_planned_units_goes_to_the_unit_above() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fully_shard(nn.Linear(2, 2, device="meta"), mesh=SoloComm()), "meta device"),
         (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=SoloComm()), "no forward"),
         (lambda: fully_shard([], mesh=SoloComm()), "empty list"),
         (
@@ -223,13 +222,27 @@ def test_not_a_module() -> None:
         fully_shard("model", mesh=SoloComm())
 
 
-def test_moving_after_sharding_is_refused_unless_nothing_changes() -> None:
-    model = fully_shard(nn.Linear(2, 2), mesh=SoloComm())
+def _cast_after_sharding(comm: Comm) -> None:
+    model = fully_shard(nn.Linear(3, 2), mesh=comm)
+    model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
     weight = model.weight
     assert model.to("cpu") is model
+    model.double()
     assert model.weight is weight
-    with pytest.raises(RuntimeError, match=r"weight: cannot turn sharded parameters"):
-        model.to(torch.float64)
+    assert weight.dtype == torch.float64
+    (group,) = model._shard_unit.groups
+    assert group.shard.dtype == torch.float64
+    if weight.local.numel():
+        assert weight.local.data_ptr() == group._local(0).data_ptr()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert gathered(weight).tolist() == [[0.5, 0.0, -0.5]] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_model_cast_after_sharding_trains(world_size: int) -> None:
+    run_threads(_cast_after_sharding, world_size)
 
 
 def test_buffers_stay_and_are_cast() -> None:

@@ -7,7 +7,8 @@ import torch
 
 from shard_comm import Comm, Recorded
 from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
-from shard_fsdp._policy import UnitSettings
+from shard_fsdp._group import GroupContext
+from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
 from shard_testing import run_threads
 
@@ -22,9 +23,17 @@ def _make(comm: Comm, settings: UnitSettings, dtype: torch.dtype = torch.float32
         low, high = whole.range_of(comm.rank)
         piece = ShardSpec(spec.name, spec.shape, low, high, start, layout.shard_numel)
         params.append(ShardTensor(torch.zeros(high - low), piece, comm=comm, requires_grad=True))
-    return GradReducer(
-        layout, params, comm=comm, dtype=dtype, settings=settings, on_arrival=lambda: None
+    context = GroupContext(
+        comm=comm,
+        replicas=None,
+        mesh=None,
+        device=comm.device,
+        pin_memory=False,
+        mp_policy=MixedPrecisionPolicy(),
+        settings=settings,
+        on_arrival=lambda: None,
     )
+    return GradReducer(layout, params, context=context, dtype=dtype)
 
 
 def _full_grads(reducer: GradReducer) -> list[list[float] | None]:

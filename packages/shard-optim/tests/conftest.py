@@ -24,7 +24,7 @@ def make_params() -> MakeParams:
         specs = [ParamSpec(f"p{i}", tuple(full.shape), dtype) for i, full in enumerate(fulls)]
         layout = plan_layout(specs, comm.size)
         shard = torch.zeros(layout.shard_numel, dtype=dtype)
-        params = []
+        params: list[ShardTensor] = []
         for i, (full, piece) in enumerate(zip(fulls, layout.pieces(comm.rank), strict=True)):
             local = shard[piece.offset : piece.offset + piece.numel]
             local.copy_(full.reshape(-1)[piece.start : piece.stop])

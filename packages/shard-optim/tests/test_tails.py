@@ -35,7 +35,9 @@ def test_cuts_fill_vectors_and_lose_nothing(dtype: torch.dtype, sizes: list[int]
     assert len(tails.origin) == len(cut.parts)
     for i, flat in enumerate(flats):
         held = sum(
-            part.numel() for part, origin in zip(cut.parts, tails.origin, strict=True) if origin == i
+            part.numel()
+            for part, origin in zip(cut.parts, tails.origin, strict=True)
+            if origin == i
         )
         assert held - flat.numel() == -flat.numel() % (64 // flat.itemsize)
     for part in cut.parts:

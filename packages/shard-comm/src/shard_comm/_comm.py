@@ -34,7 +34,8 @@ class Work:
         finish, self._finish = self._finish, None
         if finish is not None:
             try:
-                finish()
+                with torch.no_grad():
+                    finish()
             except Exception as error:
                 self._error = error
                 raise
@@ -215,6 +216,10 @@ class Comm(ABC):
     @abstractmethod
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's picklable ``obj``, in rank order. For small control data."""
+
+    @abstractmethod
+    def split(self, color: int) -> Comm:
+        """Return the comm of the ranks that passed the same ``color``, in the same order."""
 
     @abstractmethod
     def _all_gather(

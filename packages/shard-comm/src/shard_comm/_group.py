@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shard_comm._comm import Comm, Work
+from shard_comm._solo import SoloComm
 from shard_comm._tree import tree_sum_rows
 
 # torch 2.13 renames both and warns at the old names; older torch has the old names only.
@@ -40,7 +41,8 @@ class GroupComm(Comm):
         RuntimeError: torch.distributed is not initialised.
         ValueError: this process is not part of ``group``.
 
-    **Memory**: a reduction over Gloo holds a second buffer of the input's size while it runs.
+    **Memory**: over Gloo a ``reduce_scatter`` holds a second buffer of the input's size while it
+    runs, and an ``all_reduce`` one of ``size`` times the tensor's: keep to small tensors there.
     """
 
     def __init__(
@@ -103,6 +105,16 @@ class GroupComm(Comm):
             for row, length in zip(rows, lengths.tolist(), strict=True)
         ]
 
+    def split(self, color: int) -> Comm:
+        """Return the comm of the ranks that passed the same ``color``, in the same order."""
+        colors = self.all_gather_object(color)
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        if len(members) == 1:
+            return SoloComm(self.device)
+        ranks = [dist.get_global_rank(self.group, rank) for rank in members]
+        group = dist.new_group(ranks, backend=self._backend, use_local_synchronization=True)
+        return GroupComm(group, device=self.device, timeout_s=self.timeout_s)
+
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         work = _all_gather(_bytes_of(out), _bytes_of(inp), group=self.group, async_op=True)
         return self._launch("all_gather", work, timeout_s, inp)
@@ -114,9 +126,12 @@ class GroupComm(Comm):
             work = _reduce_scatter(
                 out.view(-1), inp.view(-1), op=_REDUCE_OPS[op], group=self.group, async_op=True
             )
-            return self._launch("reduce_scatter", work, timeout_s, inp)
+            return self._launch(f"reduce_scatter {op}", work, timeout_s, inp)
         received = inp.new_empty(self.size, out.numel())
-        arriving = self._all_to_all(received.view(-1), inp, timeout_s)
+        work = dist.all_to_all_single(
+            _bytes_of(received), _bytes_of(inp), group=self.group, async_op=True
+        )
+        arriving = self._launch(f"reduce_scatter {op}", work, timeout_s, inp)
 
         def finish() -> None:
             arriving.wait()
@@ -127,9 +142,10 @@ class GroupComm(Comm):
     def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
         if not self._ordered:
             work = dist.all_reduce(flat, op=_REDUCE_OPS[op], group=self.group, async_op=True)
-            return self._launch("all_reduce", work, timeout_s, flat)
+            return self._launch(f"all_reduce {op}", work, timeout_s, flat)
         gathered = flat.new_empty(self.size, flat.numel())
-        arriving = self._all_gather(gathered.view(-1), flat, timeout_s)
+        work = _all_gather(_bytes_of(gathered), _bytes_of(flat), group=self.group, async_op=True)
+        arriving = self._launch(f"all_reduce {op}", work, timeout_s, flat)
 
         def finish() -> None:
             arriving.wait()

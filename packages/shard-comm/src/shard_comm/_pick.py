@@ -13,7 +13,9 @@ from shard_comm._group import GroupComm
 from shard_comm._solo import SoloComm
 
 # A comm holds its group, so a group lives no longer than the last comm of it.
-_comms: WeakValueDictionary[tuple[dist.ProcessGroup, str | None], GroupComm] = WeakValueDictionary()
+_comms: WeakValueDictionary[tuple[dist.ProcessGroup, torch.device], GroupComm] = (
+    WeakValueDictionary()
+)
 
 
 def comm_for(
@@ -32,23 +34,26 @@ def comm_for(
         A SoloComm for one rank, else a GroupComm. The same group gives the same comm.
 
     Raises:
-        ValueError: the mesh has more than one dimension.
+        ValueError: the mesh has more than one dimension, or this process is not part of the mesh
+            or group.
         TypeError: something else was given.
 
     **Collective**: local.
     """
     if isinstance(mesh_or_group, Comm):
         return mesh_or_group
-    group: dist.ProcessGroup | None
+    group: object
     if mesh_or_group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if group is None:
-            return SoloComm(device or "cpu")
+            return SoloComm(_with_index(device or "cpu"))
     elif isinstance(mesh_or_group, DeviceMesh):
         if mesh_or_group.ndim != 1:
             raise ValueError(
                 f"expected a 1-D mesh, got {mesh_or_group}; pick one dimension, as in mesh['shard']"
             )
+        if mesh_or_group.get_coordinate() is None:
+            raise ValueError(f"this process is not part of {mesh_or_group}; leave it out there")
         device = device or mesh_or_group.device_type
         if mesh_or_group.size() == 1:
             return SoloComm(_with_index(device))
@@ -56,16 +61,18 @@ def comm_for(
     else:
         group = mesh_or_group
     if not isinstance(group, dist.ProcessGroup):
+        if mesh_or_group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this process is not part of the group; leave it out there")
         raise TypeError(
             f"expected a Comm, DeviceMesh, ProcessGroup or None, got {type(mesh_or_group).__name__}"
         )
+    served = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    place = _with_index(device or served)
     if dist.get_world_size(group) == 1:
-        backend = dist.get_backend(group)
-        return SoloComm(_with_index(device or ("cuda" if "nccl" in backend else "cpu")))
-    comm = _comms.get(group)
-    if comm is None or (device is not None and comm.device.type != torch.device(device).type):
-        comm = GroupComm(group, device=device)
-        _comms[group] = comm
+        return SoloComm(place)
+    comm = _comms.get((group, place))
+    if comm is None:
+        comm = _comms[group, place] = GroupComm(group, device=place)
     return comm
 
 

@@ -65,6 +65,10 @@ class Recorded(Comm):
         self._count("all_gather_object", 0, Work(), began).wait()
         return everyone
 
+    def split(self, color: int) -> Comm:
+        """Return the inner comm's part, counted on its own."""
+        return Recorded(self.inner.split(color))
+
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         began = time.perf_counter()
         work = self.inner._all_gather(out, inp, timeout_s)

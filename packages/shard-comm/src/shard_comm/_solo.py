@@ -26,6 +26,10 @@ class SoloComm(Comm):
         """Return ``[obj]``."""
         return [obj]
 
+    def split(self, color: int) -> Comm:
+        """Return this comm."""
+        return self
+
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         if out.data_ptr() != inp.data_ptr():
             out.view(-1).copy_(inp.view(-1))

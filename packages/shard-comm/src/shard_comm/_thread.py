@@ -113,6 +113,15 @@ class ThreadComm(Comm):
         self._leave(limit_s)
         return [pickle.loads(p) for p in packed]
 
+    def split(self, color: int) -> Comm:
+        """Return the comm of the ranks that passed the same ``color``, in the same order."""
+        colors = self.all_gather_object(color)
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        mine = _Meeting(len(members)) if self.rank == members[0] else None
+        meeting = self._enter("split()", mine, None)[members[0]]
+        self._leave(None)
+        return ThreadComm(members.index(self.rank), meeting, timeout_s=self.timeout_s)
+
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         everyone = self._enter(_key("all_gather", inp), inp, timeout_s)
         for part, theirs in zip(self._slices(out), everyone, strict=True):

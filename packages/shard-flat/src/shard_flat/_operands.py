@@ -12,12 +12,16 @@ from torch.distributed.tensor import DTensor
 from shard_flat._tensor import ShardTensor
 
 
-def no_meaning(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
-    """Return the error for an operation that one piece alone cannot answer. Local."""
+def no_meaning(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
+    """Return the error for an operation that one piece alone cannot answer. Local.
+
+    No TypeError here or below: torch's operators such as ``+`` and ``@`` take that one for "try
+    the other operand" and drop its message.
+    """
     tensor = first_sharded((*args, *kwargs.values()))
     where = tensor.spec.name if tensor is not None else "ShardTensor"
     shape = tensor.spec.shape if tensor is not None else ()
-    return TypeError(
+    return RuntimeError(
         f"{where}: {func} has no meaning on one rank's piece of a tensor of shape {shape}; call "
         f"full_tensor() (all ranks) and use the result, or use the parameter inside the forward "
         f"of the module that owns it"
@@ -68,7 +72,7 @@ def operand(func: Any, value: Any, like: ShardTensor) -> Any:
             return value.reshape(1).to(like.device)
         if value.shape == like.shape and _repeats_one_element(value):
             return value.as_strided((1,), (0,))
-    raise TypeError(
+    raise RuntimeError(
         f"{like.spec.name}: {func} mixes a ShardTensor with a {type(value).__name__} of shape "
         f"{tuple(value.shape)} (rank {like.comm.rank} of {like.comm.size}); shard it with "
         f"shard_tensor(), or call full_tensor()"
@@ -82,7 +86,7 @@ def own_range(func: Any, target: ShardTensor, source: Any) -> torch.Tensor:
         return source._local_tensor
     where = f"(rank {target.comm.rank} of {target.comm.size})"
     if isinstance(source, DTensor):
-        raise TypeError(
+        raise RuntimeError(
             f"{target.spec.name}: {func} from a DTensor placed as {source.placements} {where}; "
             f"copy from its full_tensor() (all ranks)"
         )

@@ -75,7 +75,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     assert like is not None
     targets = written(func, args, kwargs)
     if not all(isinstance(target, ShardTensor) for target in targets):
-        raise TypeError(
+        raise RuntimeError(
             f"{like.spec.name}: {func} writes a sharded result into a plain tensor (rank "
             f"{like.comm.rank} of {like.comm.size}); use full_tensor() (all ranks) instead"
         )
@@ -110,7 +110,7 @@ def _listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _unwrap(func: Any, value: Any, heads: Sequence[Any]) -> Any:
     if isinstance(value, ShardTensor):
-        raise TypeError(f"{value.spec.name}: {func} takes a list of ShardTensors or a plain scalar")
+        raise RuntimeError(f"{value.spec.name}: {func} takes a list of ShardTensors or a plain scalar")
     if not isinstance(value, (list, tuple)):
         return value
     if value is heads:
@@ -130,7 +130,7 @@ def _paired(func: Any, value: Any, head: Any) -> Any:
     if isinstance(head, ShardTensor):
         return operand(func, value, head)
     if isinstance(value, ShardTensor):
-        raise TypeError(
+        raise RuntimeError(
             f"{value.spec.name}: {func} mixes a ShardTensor with a plain tensor (rank "
             f"{value.comm.rank} of {value.comm.size}); use full_tensor() (all ranks) instead"
         )
@@ -184,7 +184,7 @@ def _foreach_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 def _check_target(func: Any, target: Any, source: Any) -> None:
     if isinstance(source, ShardTensor) and not isinstance(target, ShardTensor):
-        raise TypeError(
+        raise RuntimeError(
             f"{source.spec.name}: {func} into a plain tensor needs the whole tensor; copy from "
             f"full_tensor() (all ranks)"
         )

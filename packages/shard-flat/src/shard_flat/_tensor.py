@@ -29,7 +29,7 @@ class ShardTensor(DTensor):
     ``shape``, ``ndim`` and ``numel()`` are global. Element-wise, ``_foreach_`` and ``_fused_``
     operations run on the pieces in one dispatch per call. Norms and sums are reduced over ranks
     and come back as plain tensors, one collective for a whole list. An operation without a
-    sharded meaning raises TypeError.
+    sharded meaning, or with a plain tensor beside the pieces, raises RuntimeError.
 
     Args:
         local: ``[spec.stop - spec.start]``, this rank's elements; shared, not copied.
@@ -116,6 +116,24 @@ class ShardTensor(DTensor):
         if meta is None or meta.dtype != local.dtype or local.device.type != self.device.type:
             return ShardTensor(local, self.spec, comm=self.comm, mesh=spec.mesh)
         return _make(local, self.spec, self.comm, spec, False)
+
+    def relocate(self, local: torch.Tensor) -> None:
+        """Put this rank's piece elsewhere; the tensor object stays. Local.
+
+        Args:
+            local: memory of the same shape, dtype and kind of device; its values become those of
+                the tensor.
+
+        Raises:
+            ValueError: ``local`` differs in more than its place.
+        """
+        old = self._local_tensor
+        if (local.shape, local.dtype, local.device.type) != (old.shape, old.dtype, old.device.type):
+            raise ValueError(
+                f"{self.spec.name}: expected a piece like {tuple(old.shape)} {old.dtype} on "
+                f"{old.device.type}, got {tuple(local.shape)} {local.dtype} on {local.device.type}"
+            )
+        self._local_tensor = local.detach()
 
     @property
     def data(self) -> torch.Tensor:

@@ -41,16 +41,22 @@ class Verdict:
     complaint: str | None
 
 
-def agree_on_arrivals(arrivals: Sequence[Arrivals], comm: Comm) -> Verdict:
+def agree_on_arrivals(
+    arrivals: Sequence[Arrivals], comm: Comm, replicas: Comm | None = None
+) -> Verdict:
     """Exchange which gradients arrived, one small all_reduce of 4 bytes per parameter and group.
 
-    **Collective**: all ranks of ``comm``, with the same groups in the same order.
+    **Collective**: all ranks of ``comm`` and of ``replicas``, with the same groups in the same
+    order.
     """
-    if comm.size == 1 or not arrivals:
+    ranks = comm.size * (1 if replicas is None else replicas.size)
+    if ranks == 1 or not arrivals:
         return Verdict([a.group for a in arrivals if a.waiting], None)
     flags = [flag for a in arrivals for flag in (a.waiting, *a.seen)]
     counts = torch.tensor(flags, dtype=torch.int32, device=comm.device)
     comm.all_reduce(counts, op="sum")
+    if replicas is not None:
+        replicas.all_reduce(counts, op="sum")
     total = iter(counts.tolist())
     waiting: list[ParamGroup] = []
     complaints: list[str] = []
@@ -59,9 +65,9 @@ def agree_on_arrivals(arrivals: Sequence[Arrivals], comm: Comm) -> Verdict:
             waiting.append(arrival.group)
         for param in arrival.group.sharded_params:
             count = next(total)
-            if count in (0, comm.size) or arrival.may_differ:
+            if count in (0, ranks) or arrival.may_differ:
                 continue
-            complaints.append(f"{param.spec.name} ({count} of {comm.size} ranks)")
+            complaints.append(f"{param.spec.name} ({count} of {ranks} ranks)")
     if not complaints:
         return Verdict(waiting, None)
     shown = ", ".join(complaints[:8]) + (", ..." if len(complaints) > 8 else "")

@@ -39,13 +39,14 @@ class ForwardRun:
         **Collective**: all ranks of the unit's comm.
         """
         unit = self._unit
-        unit.schedule.enter_forward()
+        unit.schedule.enter_forward(unit)
         unit.active += 1
         unit.expose()
+        unit.schedule.prefetch_forward(unit)
         if not unit.to_run:
             unit.to_run.update(unit.modules)
-        dtype = unit.mp_policy.param_dtype
-        if dtype is not None and unit.mp_policy.cast_forward_inputs:
+        dtype = unit.config.mp_policy.param_dtype
+        if dtype is not None and unit.config.mp_policy.cast_forward_inputs:
             args, kwargs = map_tensors(_caster(dtype), args), map_tensors(_caster(dtype), kwargs)
         # A forward that recomputes for a checkpoint feeds saved tensors to a graph that is
         # watched already.
@@ -67,8 +68,8 @@ class ForwardRun:
         unit = self._unit
         self._close()
         unit.to_run.discard(self._module)
-        if unit.mp_policy.output_dtype is not None:
-            output = map_tensors(_caster(unit.mp_policy.output_dtype), output)
+        if unit.config.mp_policy.output_dtype is not None:
+            output = map_tensors(_caster(unit.config.mp_policy.output_dtype), output)
         if self._call is not None:
             tensors: list[torch.Tensor] = []
             unit.keeps_full = not find_tensors(output, tensors)
@@ -76,7 +77,7 @@ class ForwardRun:
                 unit.add_call(self._call)
         may_free = unit.reshards_after_forward and not unit.keeps_full
         if may_free and unit.active == 0 and not unit.to_run and not in_backward():
-            unit.reshard()
+            unit.reshard_after_forward()
         return output
 
     def fail(self) -> None:

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast, overload
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from shard_comm import Comm, comm_for
 from shard_fsdp._module import FSDPModule, wrap_class
 from shard_fsdp._params import ManagedParam, collect_params, mark_taken
-from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
-from shard_fsdp._unit import Unit
+from shard_fsdp._policy import MixedPrecisionPolicy, OffloadPolicy
+from shard_fsdp._unit import Unit, UnitConfig
 from shard_wrap import Policy, plan_units
+
+Mesh: TypeAlias = "DeviceMesh | Comm | tuple[Comm, Comm]"
+PlacementFn: TypeAlias = "Callable[[nn.Parameter], Shard | int | None]"
+
+_ONE_DTYPE = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
 
 
 @overload
 def fully_shard(
     module: nn.Module,
     *,
-    mesh: DeviceMesh | Comm | None = ...,
-    reshard_after_forward: bool | None = ...,
+    mesh: Mesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     policy: Policy | None = ...,
 ) -> FSDPModule: ...
@@ -33,9 +43,11 @@ def fully_shard(
 def fully_shard(
     module: list[nn.Module],
     *,
-    mesh: DeviceMesh | Comm | None = ...,
-    reshard_after_forward: bool | None = ...,
+    mesh: Mesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     policy: None = ...,
 ) -> list[FSDPModule]: ...
@@ -44,9 +56,11 @@ def fully_shard(
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
-    mesh: DeviceMesh | Comm | None = None,
-    reshard_after_forward: bool | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    mesh: Mesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = _ONE_DTYPE,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     policy: Policy | None = None,
 ) -> FSDPModule | list[FSDPModule]:
@@ -61,10 +75,17 @@ def fully_shard(
     Args:
         module: the module, changed in place (its class becomes ``FSDP<Name>``), or a list of
             modules that make one unit together.
-        mesh: a 1-D mesh or a comm; by default all ranks.
+        mesh: a 1-D mesh or a comm to shard over, or a 2-D mesh or a pair of comms to replicate
+            and to shard over; by default all ranks.
         reshard_after_forward: free full parameters after forward and gather them again for
-            backward. None means yes, except for the outermost unit.
+            backward. None means yes, except for the outermost unit. A number that divides the
+            number of ranks keeps one part in that many, gathered again among as many neighbours.
+        shard_placement_fn: for a parameter, a block length in elements that no rank boundary may
+            cut, ``Shard(0)`` to keep rows whole, or None. Other ``Shard(d)`` need no care here:
+            boundaries may fall anywhere.
         mp_policy: dtypes of parameters in compute, of reduction and of outputs.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer's
+            state in host memory.
         ignored_params: parameters to leave as they are.
         policy: how to cut the tree below ``module`` into units, from shard_wrap.
 
@@ -72,39 +93,81 @@ def fully_shard(
         ``module``.
 
     Raises:
-        ValueError: a module is wrapped already, has no forward to surround, or a parameter is
-            tied to one of another unit, is on the meta device, or is no plain tensor.
+        ValueError: a module is wrapped already or has no forward to surround, a parameter is
+            tied to one of another unit or is no plain tensor, or an argument is out of range.
         TypeError: something other than a module was given.
 
-    **Collective**: local. Every rank must hold the same values; each keeps its part of them.
+    **Collective**: local, but for a number in ``reshard_after_forward``, which all ranks set up
+    together. Every rank must hold the same values; each keeps its part of them. Parameters on
+    the meta device are sharded without values; see ``materialize``.
 
     **Memory**: the unit's full parameters and their shard, until the call returns; then the shard.
     """
     modules = module if isinstance(module, list) else [module]
     _check_modules(modules)
-    comm = comm_for(mesh)
-    device_mesh = mesh if isinstance(mesh, DeviceMesh) else None
-    ignored = set(ignored_params or ())
-
-    def make(members: Sequence[nn.Module], params: Sequence[ManagedParam]) -> None:
-        settings = UnitSettings(reshard_after_forward=reshard_after_forward)
-        unit = Unit(
-            members, params, comm=comm, mesh=device_mesh, mp_policy=mp_policy, settings=settings
-        )
-        mark_taken(params)
-        _adopt_inner(members, unit)
-        for member in members:
-            wrap_class(member, unit)
-
+    comm, replicas = _comms_of(mesh)
+    reshard, part_comm = _reshard_setting(reshard_after_forward, comm)
+    config = UnitConfig(
+        comm=comm,
+        replicas=replicas,
+        part_comm=part_comm,
+        mesh=mesh if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 else None,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard,
+    )
+    wrapper = _Wrapper(config, shard_placement_fn, set(ignored_params or ()))
     if policy is None:
+        wrapper.wrap(modules)
+    else:
+        wrapper.wrap_tree(modules, policy)
+    _move_buffers(modules, comm.device)
+    return cast("FSDPModule | list[FSDPModule]", module)
+
+
+@dataclass(frozen=True)
+class _Wrapper:
+    """Makes units with one configuration."""
+
+    config: UnitConfig
+    placement: PlacementFn | None
+    ignored: set[nn.Parameter]
+
+    def wrap(self, modules: Sequence[nn.Module]) -> None:
         inner: set[nn.Module] = {
             m for root in modules for m in root.modules() if isinstance(m, FSDPModule)
         }
-        make(modules, collect_params(modules, stop_at=inner, ignored=ignored))
-    else:
-        _wrap_tree(modules, policy, ignored, make)
-    _move_buffers(modules, comm.device)
-    return cast("FSDPModule | list[FSDPModule]", module)
+        self._make(modules, collect_params(modules, stop_at=inner, ignored=self.ignored))
+
+    def wrap_tree(self, modules: Sequence[nn.Module], policy: Policy) -> None:
+        if len(modules) != 1:
+            raise ValueError(
+                f"policy= cuts one tree into units, got a list of {len(modules)} modules"
+            )
+        (root,) = modules
+        for name, module in root.named_modules():
+            if isinstance(module, FSDPModule):
+                raise ValueError(
+                    f"{name}: wrapped already; policy= needs a tree without wrapped parts"
+                )
+        plans = plan_units(root, policy)
+        found = collect_params([root], stop_at=set(), ignored=self.ignored)
+        params = {p.name: p for p in found}
+        del found
+        for plan in plans:
+            mine = [params.pop(name) for name in plan.params if name in params]
+            self._make([root.get_submodule(plan.name)], mine)
+            del mine  # the plain parameters are freed unit by unit
+
+    def _make(self, modules: Sequence[nn.Module], params: Sequence[ManagedParam]) -> None:
+        if self.placement is not None:
+            for managed in params:
+                managed.block = _block_of(managed, self.placement(managed.original))
+        unit = Unit(modules, params, self.config)
+        mark_taken(params)
+        _adopt_inner(modules, unit)
+        for module in modules:
+            wrap_class(module, unit)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -125,24 +188,50 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def _wrap_tree(
-    modules: Sequence[nn.Module],
-    policy: Policy,
-    ignored: set[nn.Parameter],
-    make: Callable[[Sequence[nn.Module], Sequence[ManagedParam]], None],
-) -> None:
-    if len(modules) != 1:
-        raise ValueError(f"policy= cuts one tree into units, got a list of {len(modules)} modules")
-    (root,) = modules
-    for name, module in root.named_modules():
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"{name}: wrapped already; policy= needs a tree without wrapped parts")
-    plans = plan_units(root, policy)
-    params = {p.name: p for p in collect_params([root], stop_at=set(), ignored=ignored)}
-    for plan in plans:
-        mine = [params.pop(name) for name in plan.params if name in params]
-        make([root.get_submodule(plan.name)], mine)
-        del mine  # the plain parameters are freed unit by unit
+def _comms_of(mesh: Any) -> tuple[Comm, Comm | None]:
+    """The comms to shard and to replicate over."""
+    if isinstance(mesh, tuple):
+        replicate, shard = mesh
+        return comm_for(shard), comm_for(replicate)
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ValueError(f"expected a 2-D mesh with mesh_dim_names, got {mesh}")
+        replicas = comm_for(mesh[names[0]])
+        return comm_for(mesh[names[1]]), replicas if replicas.size > 1 else None
+    return comm_for(mesh), None
+
+
+def _reshard_setting(setting: bool | int | None, comm: Comm) -> tuple[bool | None, Comm | None]:
+    """What to do after forward, and the ranks to reshard to where those are not all."""
+    if setting is None or isinstance(setting, bool):
+        return setting, None
+    if setting < 1 or comm.size % setting:
+        raise ValueError(
+            f"expected reshard_after_forward to divide the {comm.size} ranks, got {setting}"
+        )
+    if setting in (1, comm.size):
+        return setting != 1, None
+    return True, comm.split(comm.rank // setting)
+
+
+def _block_of(managed: ManagedParam, placement: Any) -> int:
+    placement = getattr(placement, "placement", placement)  # torch's ShardPlacementResult
+    if placement is None:
+        return 1
+    shape = managed.original.shape
+    if isinstance(placement, Shard):
+        dim = placement.dim + (len(shape) if placement.dim < 0 else 0)
+        if not 0 <= dim < max(len(shape), 1):
+            raise ValueError(f"{managed.name}: got {placement} for shape {tuple(shape)}")
+        rows = shape[0] if dim == 0 and len(shape) > 0 else 0
+        return max(managed.original.numel() // rows, 1) if rows else 1
+    if isinstance(placement, bool) or not isinstance(placement, int) or placement < 1:
+        raise ValueError(
+            f"{managed.name}: expected Shard, a block length above 0 or None from "
+            f"shard_placement_fn, got {placement!r}"
+        )
+    return placement
 
 
 def _adopt_inner(members: Sequence[nn.Module], unit: Unit) -> None:
@@ -163,5 +252,5 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     for root in modules:
         for module in root.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device:
+                if buffer is not None and buffer.device not in (device, torch.device("meta")):
                     module._buffers[name] = buffer.to(device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +18,31 @@ from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
 
 
+@dataclass(frozen=True)
+class GroupContext:
+    """What all groups of a unit share.
+
+    Attributes:
+        comm: the ranks to shard over.
+        replicas: the ranks that hold the same pieces, in hybrid sharding.
+        mesh: the mesh that sharded parameters report, if any.
+        device: where shards live; another device than the comm's when they are offloaded.
+        pin_memory: page-lock the shards.
+        mp_policy: compute and reduction dtypes.
+        settings: the unit's switches.
+        on_arrival: called at each gradient, inside backward.
+    """
+
+    comm: Comm
+    replicas: Comm | None
+    mesh: DeviceMesh | None
+    device: torch.device
+    pin_memory: bool
+    mp_policy: MixedPrecisionPolicy
+    settings: UnitSettings
+    on_arrival: Callable[[], None]
+
+
 class ParamGroup:
     """One layout, one flat shard, one full buffer, one collective each way.
 
@@ -24,73 +50,87 @@ class ParamGroup:
     copied or freed.
 
     Args:
-        params: the parameters; all of one dtype and trainability. Their values are copied.
-        comm: the ranks to shard over.
-        mesh: the mesh that the sharded parameters report, if any.
-        mp_policy: compute and reduction dtypes.
-        settings: the unit's switches.
-        on_arrival: called at each gradient, inside backward.
+        params: the parameters; all of one dtype, trainability and kind of device. Their values
+            are copied, unless they are on the meta device.
+        context: what the unit's groups share.
 
     Attributes:
         shard: ``[layout.shard_numel]`` in the storage dtype, what this rank owns.
-        full: the gathered array in the compute dtype.
-        sharded_params: the ShardTensor parameters, views of ``shard``; always the same objects.
-        full_params: the parameters that a forward sees, views of ``full``; the same objects too.
+        sharded_params: the ShardTensor parameters, views of ``shard``.
+        full_params: the parameters that a forward sees, views of the full buffer.
         reducer: where full gradients go and sharded ones come from.
 
-    **Memory**: ``shard`` always, ``full`` between ``unshard`` and ``reshard``.
+    **Memory**: the shard always, the full buffer between ``unshard`` and ``reshard``.
     """
 
-    def __init__(
-        self,
-        params: Sequence[ManagedParam],
-        *,
-        comm: Comm,
-        mesh: DeviceMesh | None,
-        mp_policy: MixedPrecisionPolicy,
-        settings: UnitSettings,
-        on_arrival: Callable[[], None],
-    ) -> None:
+    def __init__(self, params: Sequence[ManagedParam], context: GroupContext) -> None:
+        self.context = context
+        self.comm = context.comm
         self._slots = [p.slots for p in params]
-        self.comm = comm
-        self.layout = plan_layout(
-            [ParamSpec(p.name, tuple(p.original.shape), p.original.dtype) for p in params],
-            comm.size,
-        )
-        storage = self.layout.dtype
-        compute = mp_policy.compute_dtype(storage)
-        self.aliased = comm.size == 1 and compute == storage
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=storage, device=comm.device)
-        self._fill_shard(params)
-        data = self.shard if self.aliased else comm.empty(self.layout.numel, compute)
-        self.full = FullBuffer(self.layout, data)
-        self.full_params = [
-            nn.Parameter(view, p.original.requires_grad)
-            for view, p in zip(self.full.views(), params, strict=True)
+        specs = [
+            ParamSpec(p.name, tuple(p.original.shape), p.original.dtype, p.block) for p in params
         ]
+        self.layout = plan_layout(specs, self.comm.size)
+        meta = params[0].original.device.type == "meta"
+        self.shard = self._make_shard(torch.device("meta") if meta else context.device)
+        if not meta:
+            self._copy_in([p.original.detach().reshape(-1) for p in params])
         self.sharded_params = [
-            self._shard_param(i, p.original.requires_grad, mesh) for i, p in enumerate(params)
+            self._shard_param(i, p.original.requires_grad) for i, p in enumerate(params)
         ]
-        if not self.aliased:
-            self.full.release()
+        self._build()
+
+    def _make_shard(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(
+            self.layout.shard_numel,
+            dtype=self.layout.dtype,
+            device=device,
+            pin_memory=self.context.pin_memory and device.type == "cpu",
+        )
+
+    def _build(self) -> None:
+        """Make what follows from the shard's dtype and device: full buffer and reducer."""
+        self._version = -1
+        self._pieces = [p.local for p in self.sharded_params]
+        self._part: tuple[Comm, torch.Tensor] | None = None
+        self._hooked = [False] * len(self.sharded_params)
+        compute = self.context.mp_policy.compute_dtype(self.layout.dtype)
+        self.aliased = (
+            self.comm.size == 1
+            and compute == self.layout.dtype
+            and self.shard.device == self.comm.device
+        )
+        self.full_params: list[nn.Parameter] = []
         self.reducer = GradReducer(
             self.layout,
             self.sharded_params,
-            comm=comm,
-            dtype=mp_policy.reduce_dtype or compute,
-            settings=settings,
-            on_arrival=on_arrival,
+            context=self.context,
+            dtype=self.context.mp_policy.reduce_dtype or compute,
         )
-        self.gathered_version = -1
-        self._hooked = [False] * len(params)
+        if self.shard.device.type == "meta":
+            return
+        data = self.shard if self.aliased else self.comm.empty(self.layout.numel, compute)
+        self._full = FullBuffer(self.layout, data)
+        self.full_params = [
+            nn.Parameter(view, p.requires_grad)
+            for view, p in zip(self._full.views(), self.sharded_params, strict=True)
+        ]
+        if not self.aliased:
+            self._full.release()
 
     @torch.no_grad()
-    def _fill_shard(self, params: Sequence[ManagedParam]) -> None:
-        for managed, piece in zip(params, self.layout.pieces(self.comm.rank), strict=True):
-            values = managed.original.detach().reshape(-1)[piece.start : piece.stop]
-            self.shard[piece.offset : piece.offset + piece.numel].copy_(values)
+    def _copy_in(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Take this rank's part of full flat parameters; None leaves a parameter as it is."""
+        for value, piece in zip(values, self.layout.pieces(self.comm.rank), strict=True):
+            if value is not None:
+                target = self.shard[piece.offset : piece.offset + piece.numel]
+                target.copy_(value[piece.start : piece.stop])
 
-    def _shard_param(self, index: int, requires_grad: bool, mesh: DeviceMesh | None) -> ShardTensor:
+    def _local(self, index: int) -> torch.Tensor:
+        piece = self.layout.piece(self.comm.rank, index)
+        return self.shard[piece.offset : piece.offset + piece.numel]
+
+    def _shard_param(self, index: int, requires_grad: bool) -> ShardTensor:
         piece = self.layout.piece(self.comm.rank, index)
         spec = ShardSpec(
             piece.spec.name,
@@ -100,8 +140,7 @@ class ParamGroup:
             self.layout.starts[index],
             self.layout.shard_numel,
         )
-        local = self.shard[piece.offset : piece.offset + piece.numel]
-        tensor = ShardTensor(local, spec, comm=self.comm, mesh=mesh)
+        tensor = ShardTensor(self._local(index), spec, comm=self.comm, mesh=self.context.mesh)
         param = nn.Parameter(tensor, requires_grad)
         assert isinstance(param, ShardTensor)
         return param
@@ -115,27 +154,111 @@ class ParamGroup:
                 name = f"{path}.{attribute}" if path else attribute
                 sharded.spec = replace(sharded.spec, name=name)
 
+    # --- parameters that others changed ---
+
+    def settle(self) -> None:
+        """Take in what was done to the parameters from outside since the last time. Local.
+
+        Parameters that somebody assigned to the modules, and pieces that a cast or a move put
+        into memory of their own, become part of the flat shard again.
+
+        Raises:
+            ValueError: an assigned parameter does not fit.
+        """
+        for index, slots in enumerate(self._slots):
+            module, attribute = slots[0]
+            found: object = module._parameters[attribute]
+            if found is not self.sharded_params[index]:
+                self._take_over(index, found)
+        if any(p.local is not q for p, q in zip(self.sharded_params, self._pieces, strict=True)):
+            pieces = [p.local for p in self.sharded_params]
+            if len({(p.dtype, p.device) for p in pieces}) == 1:  # else more is still to come
+                self._relink(pieces)
+
+    def _take_over(self, index: int, found: Any) -> None:
+        old = self.sharded_params[index]
+        name = old.spec.name
+        if found is None or found.shape != old.shape:
+            raise ValueError(
+                f"{name}: expected a parameter of shape {tuple(old.shape)}, got "
+                f"{None if found is None else tuple(found.shape)} (rank {self.comm.rank} of "
+                f"{self.comm.size}); a sharded module's parameters keep their shapes"
+            )
+        if isinstance(found, ShardTensor):
+            if (found.spec.start, found.spec.stop) != (old.spec.start, old.spec.stop):
+                raise ValueError(
+                    f"{name}: expected the piece [{old.spec.start}, {old.spec.stop}), got "
+                    f"[{found.spec.start}, {found.spec.stop}); load it with shard_ckpt"
+                )
+            found.spec = old.spec
+            self.sharded_params[index] = found
+        else:
+            piece = found.detach().reshape(-1)[old.spec.start : old.spec.stop].clone()
+            tensor = ShardTensor(piece, old.spec, comm=self.comm, mesh=self.context.mesh)
+            self.sharded_params[index] = cast(
+                ShardTensor, nn.Parameter(tensor, found.requires_grad)
+            )
+        for module, attribute in self._slots[index]:
+            module._parameters[attribute] = cast(nn.Parameter, self.sharded_params[index])
+
+    @torch.no_grad()
+    def _relink(self, pieces: Sequence[torch.Tensor]) -> None:
+        dtype, device = pieces[0].dtype, pieces[0].device
+        self.layout = replace(
+            self.layout, specs=tuple(replace(s, dtype=dtype) for s in self.layout.specs)
+        )
+        self.shard = self._make_shard(device)
+        for index, (piece, param) in enumerate(zip(pieces, self.sharded_params, strict=True)):
+            if device.type != "meta":
+                self._local(index).copy_(piece)
+            param.relocate(self._local(index))
+        self._build()
+
+    # --- gathering ---
+
+    @property
     def is_stale(self) -> bool:
         """Whether the shard changed since it was gathered."""
-        return self.gathered_version != self.shard._version
+        return self._version != self.shard._version
 
     def unshard(self) -> Work:
         """Start filling the full buffer from all ranks' shards. Collective."""
-        self.gathered_version = self.shard._version
+        if self.shard.device.type == "meta":
+            raise RuntimeError(
+                f"{self.sharded_params[0].spec.name}: the parameter is on the meta device and has "
+                f"no values (rank {self.comm.rank} of {self.comm.size}); call materialize(), or "
+                f"to_empty() and initialise the module"
+            )
+        part, self._part = self._part, None
+        if self.is_stale:
+            part = None
+        self._version = self.shard._version
         if self.aliased:
             return Work()
-        self.full.allocate()
+        self._full.allocate()
+        if part is not None:
+            comm, kept = part
+            return comm.all_gather(self._full.data, kept, async_op=True)
         source = self.shard
-        if source.dtype != self.full.data.dtype:
-            source = self.full.slice_of(self.comm.rank)
+        if source.dtype != self._full.data.dtype or source.device != self._full.data.device:
+            source = self._full.slice_of(self.comm.rank)
             with torch.no_grad():
-                source.copy_(self.shard)  # the cast
-        return self.comm.all_gather(self.full.data, source, async_op=True)
+                source.copy_(self.shard, non_blocking=True)  # the cast
+        return self.comm.all_gather(self._full.data, source, async_op=True)
 
     def reshard(self) -> None:
         """Free the full buffer. Local."""
+        self._part = None
         if not self.aliased:
-            self.full.release()
+            self._full.release()
+
+    def reshard_partly(self, comm: Comm) -> None:
+        """Keep one part in ``comm.size`` of the full buffer and free the rest. Local."""
+        if not self.aliased:
+            numel = self.layout.numel // comm.size
+            kept = self._full.data[comm.rank * numel : (comm.rank + 1) * numel].clone()
+            self._part = (comm, kept)
+            self._full.release()
 
     def register_full(self) -> None:
         """Let the modules see the full parameters. Local."""
@@ -146,8 +269,7 @@ class ParamGroup:
                 full.requires_grad_(sharded.requires_grad)
             if sharded.requires_grad and not self._hooked[i]:
                 self._hooked[i] = True
-                hook = self.reducer.hook_for(i)
-                full.register_post_accumulate_grad_hook(hook)
+                full.register_post_accumulate_grad_hook(self.reducer.hook_for(i))
             for module, attribute in slots:
                 module._parameters[attribute] = full
 
@@ -156,3 +278,48 @@ class ParamGroup:
         for slots, sharded in zip(self._slots, self.sharded_params, strict=True):
             for module, attribute in slots:
                 module._parameters[attribute] = cast(nn.Parameter, sharded)
+
+    def copy(self, context: GroupContext, memo: dict[int, Any]) -> ParamGroup:
+        """Return a group with a shard of its own over copies of the same modules. Local.
+
+        Args:
+            context: of the copy's unit.
+            memo: of ``copy.deepcopy``, which has or will have the modules and parameters.
+        """
+        new = object.__new__(ParamGroup)
+        new.context = context
+        new.comm = context.comm
+        new.layout = self.layout
+        new._slots = [
+            [(copy.deepcopy(module, memo), attribute) for module, attribute in slots]
+            for slots in self._slots
+        ]
+        new.sharded_params = [copy.deepcopy(p, memo) for p in self.sharded_params]
+        new._relink([p.local for p in new.sharded_params])
+        return new
+
+    # --- whole parameters, one at a time ---
+
+    def initialise(self, fill: Callable[[str, torch.Tensor], None]) -> None:
+        """Give every parameter values, one full parameter at a time. Local.
+
+        Args:
+            fill: takes a name and an empty full tensor, and fills it, the same on every rank.
+        """
+        if self.shard.device.type == "meta":
+            for param in self.sharded_params:
+                piece = torch.empty_like(param.local, device=self.context.device)
+                tensor = ShardTensor(piece, param.spec, comm=self.comm, mesh=self.context.mesh)
+                # the parameter object stays, so optimizers built before keep it
+                torch.utils.swap_tensors(param, nn.Parameter(tensor, param.requires_grad))
+            self._relink([p.local for p in self.sharded_params])
+        for index in range(len(self.sharded_params)):
+            self._initialise_one(index, fill)
+
+    def _initialise_one(self, index: int, fill: Callable[[str, torch.Tensor], None]) -> None:
+        param = self.sharded_params[index]
+        full = torch.empty(param.shape, dtype=param.dtype, device=self.comm.device)
+        fill(param.spec.name, full)
+        values: list[torch.Tensor | None] = [None] * len(self.sharded_params)
+        values[index] = full.reshape(-1)
+        self._copy_in(values)

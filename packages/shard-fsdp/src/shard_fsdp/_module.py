@@ -1,8 +1,10 @@
-"""The methods that a wrapped module gains."""
+"""The methods that a wrapped module gains; names and meaning are those of torch's FSDP2."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,20 +28,19 @@ class UnshardHandle:
 
 
 class FSDPModule(nn.Module):
-    """A module whose parameters are sharded; ``fully_shard`` mixes it into the module's class."""
+    """A module whose parameters are sharded; ``fully_shard`` mixes it into the module's class.
+
+    Methods act on this module's unit, those with ``recurse`` by default also on all units
+    inside. All are local unless they say otherwise.
+    """
 
     _shard_unit: Unit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward on gathered parameters. Collective."""
-        run = ForwardRun(self._shard_unit, self)
-        try:
-            args, kwargs = run.enter(args, kwargs)
-            output = super().__call__(*args, **kwargs)
-        except BaseException:
-            run.fail()
-            raise
-        return run.leave(output)
+        return _run(self, super().__call__, args, kwargs)
+
+    # --- gathering ---
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters ahead of their use.
@@ -59,8 +60,36 @@ class FSDPModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's full parameters. Local."""
+        """Free this unit's full parameters."""
         self._shard_unit.reshard()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free full parameters after forward, or keep them for backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(f"expected a bool, got {reshard_after_forward!r}")
+        for unit in self._units(recurse):
+            unit.settings.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Free full parameters after backward, or keep them for the next microbatch."""
+        for unit in self._units(recurse):
+            unit.settings.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these as soon as this module's forward begins, instead of the recorded next."""
+        self._shard_unit.settings.forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these as soon as this module's backward begins, instead of the one before."""
+        self._shard_unit.settings.backward_prefetch = _units_of(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Skip gathering for backward where it needs no parameters, as for an embedding."""
+        self._shard_unit.settings.unshard_in_backward = unshard_in_backward
+
+    # --- reducing ---
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -77,19 +106,21 @@ class FSDPModule(nn.Module):
         for unit in self._units(recurse):
             unit.settings.sync_gradients = requires_gradient_sync
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, *, recurse: bool = True
-    ) -> None:
-        """Switch the freeing of full parameters after forward. ``recurse``: also inside."""
-        for unit in self._units(recurse):
-            unit.settings.reshard_after_forward = reshard_after_forward
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """In hybrid sharding, switch the sum over replicas on or off.
 
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Switch the freeing of full parameters after backward. ``recurse``: also inside."""
+        While it is off, gradients are reduced over the ranks of one replica and add up there, a
+        share of a gradient buffer each.
+        """
         for unit in self._units(recurse):
-            unit.settings.reshard_after_backward = reshard_after_backward
+            unit.settings.all_reduce_gradients = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether another backward follows before gradients are read.
+
+        If one does, the last reduction stays in flight and the recorded order is kept.
+        """
+        self._shard_unit.schedule.is_last_backward = is_last_backward
 
     def set_reduce_scatter_unused_params(self, enabled: bool, *, recurse: bool = True) -> None:
         """Give parameters without a gradient a zero one, so that ranks may use different ones.
@@ -111,6 +142,49 @@ class FSDPModule(nn.Module):
             raise ValueError(f"expected a divide factor above 0, got {factor}")
         self._shard_unit.settings.divide_factor = float(factor)
 
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for programs that call it: reductions are sums here in any case."""
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Call ``hook`` with each reduced flat gradient of this unit, before it is handed out.
+
+        Args:
+            hook: may change its argument ``[shard_numel]`` in place.
+            stream: where to run it on an accelerator; None is the current stream.
+        """
+
+        def on_stream(reduced: torch.Tensor) -> None:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                hook(reduced)
+            torch.cuda.current_stream().wait_stream(stream)
+
+        self._shard_unit.settings.all_reduce_hook = hook if stream is None else on_stream
+
+    def set_reduce_scatter_max_input_buffers(self, count: int, *, recurse: bool = True) -> None:
+        """Let up to ``count`` reductions be in flight at once, each with its own buffer.
+
+        Raises:
+            TypeError: the count is not a whole number.
+            ValueError: the count is below 1.
+        """
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"expected a number of buffers, got {count!r}")
+        if count < 1:
+            raise ValueError(f"expected at least 1 buffer, got {count}")
+        self._shard_unit.schedule.max_flying = count
+
+    def reset_iter_state(self) -> None:
+        """Drop what a step left behind that an exception cut short, gradients in flight too.
+
+        The next forward does so by itself.
+        """
+        self._shard_unit.schedule.reset()
+
+    # --- inside ---
+
     def _units(self, recurse: bool) -> Iterator[Unit]:
         if not recurse:
             yield self._shard_unit
@@ -122,23 +196,58 @@ class FSDPModule(nn.Module):
                 yield module._shard_unit
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Move or cast buffers; sharded parameters only where nothing changes."""
+        """Cast, move or empty parameters and buffers, as ``nn.Module`` does.
+
+        Pieces land in memory of their own and become part of one flat shard again.
+        """
+        self._shard_unit.reshard()
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for group in self._shard_unit.groups:
-            probe = fn(group.shard[:0])
-            if (probe.dtype, probe.device) != (group.shard.dtype, group.shard.device):
-                raise RuntimeError(
-                    f"{group.sharded_params[0].spec.name}: cannot turn sharded parameters from "
-                    f"{group.shard.dtype} on {group.shard.device} into {probe.dtype} on "
-                    f"{probe.device}; move and cast the module before fully_shard()"
-                )
-        sharded = {
-            id(p) for unit in self._units(True) for g in unit.groups for p in g.sharded_params
-        }
+            group.settle()
+        return result
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if id(tensor) in sharded else fn(tensor)
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as ``nn.Module`` does; ``assign=True`` takes pieces and full tensors alike."""
+        result = super().load_state_dict(*args, **kwargs)
+        for unit in self._units(True):
+            for group in unit.groups:
+                group.settle()
+        return result
 
-        return super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make another method of a wrapped module gather parameters as its forward does.
+
+    Args:
+        module: the module; nothing happens where it is not wrapped.
+        method_name: a method such as ``"generate"`` or ``"encode"``.
+
+    Raises:
+        ValueError: the module has no such method.
+
+    **Collective**: local; calls of the method are collective afterwards.
+    """
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    if not isinstance(module, FSDPModule):
+        return
+    function = getattr(type(module), method_name)
+
+    def gathered(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, functools.partial(function, self), args, kwargs)
+
+    functools.update_wrapper(gathered, function)
+    object.__setattr__(module, method_name, types.MethodType(gathered, module))
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Accepted for pipeline programs: modules on one mesh share their comm here in any case.
+
+    Raises:
+        ValueError: something other than a wrapped module was given.
+    """
+    _units_of(modules)
 
 
 def wrap_class(module: nn.Module, unit: Unit) -> None:
@@ -150,3 +259,23 @@ def wrap_class(module: nn.Module, unit: Unit) -> None:
         _wrapped_classes[cls] = wrapped
     module.__class__ = wrapped
     object.__setattr__(module, "_shard_unit", unit)
+
+
+def _run(
+    module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    run = ForwardRun(module._shard_unit, module)
+    try:
+        args, kwargs = run.enter(args, kwargs)
+        output = function(*args, **kwargs)
+    except BaseException:
+        run.fail()
+        raise
+    return run.leave(output)
+
+
+def _units_of(modules: Sequence[Any]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules that fully_shard wrapped, got {type(module)}")
+    return [module._shard_unit for module in modules]

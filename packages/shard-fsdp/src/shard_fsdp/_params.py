@@ -24,11 +24,13 @@ class ManagedParam:
         name: FQN as seen from the module being wrapped.
         original: the plain parameter it was made from.
         slots: every ``(module, attribute)`` that refers to it.
+        block: run of elements that no rank boundary may cut.
     """
 
     name: str
     original: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    block: int = 1
 
 
 def collect_params(
@@ -95,11 +97,6 @@ def _check_free(name: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"{name}: the parameter is sharded already (as {param.spec.name}); wrap each module "
             f"once, from the inside out"
-        )
-    if param.device.type == "meta":
-        raise ValueError(
-            f"{name}: the parameter is on the meta device and has no values to shard; call "
-            f"to_empty() and initialise the module first"
         )
     if type(param.data) is not torch.Tensor:
         raise ValueError(

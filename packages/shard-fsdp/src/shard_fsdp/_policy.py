@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from shard_fsdp._unit import Unit
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,22 @@ class MixedPrecisionPolicy:
         return self.param_dtype
 
 
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where shards live: this one leaves them on the device that computes."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep shards, their gradients and so the optimizer's state in host memory.
+
+    Attributes:
+        pin_memory: page-lock the shards, so that copies to the device overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+
 @dataclass
 class UnitSettings:
     """Switches of one unit that may change between steps.
@@ -44,6 +65,14 @@ class UnitSettings:
         zero_fill_unused: give parameters that got no gradient a zero one, so that ranks may use
             different parameters.
         divide_factor: what summed gradients are divided by; None is the number of ranks.
+        all_reduce_gradients: in hybrid sharding, sum over replicas too, else keep adding up what
+            one replica group reduced.
+        all_reduce_hook: called with each reduced flat gradient, before it is handed out.
+        unshard_in_backward: gather for backward; without it the unit's backward must not need its
+            parameters.
+        forward_prefetch: units to gather as soon as this one runs forward; None follows the
+            recorded order.
+        backward_prefetch: the same in backward.
     """
 
     reshard_after_forward: bool | None = None
@@ -51,3 +80,8 @@ class UnitSettings:
     sync_gradients: bool = True
     zero_fill_unused: bool = False
     divide_factor: float | None = None
+    all_reduce_gradients: bool = True
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    unshard_in_backward: bool = True
+    forward_prefetch: list[Unit] | None = None
+    backward_prefetch: list[Unit] | None = None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from shard_comm import Comm, Work
+from shard_comm import Work
 from shard_flat import FlatLayout, FullBuffer, ShardTensor
-from shard_fsdp._policy import UnitSettings
+
+if TYPE_CHECKING:
+    from shard_fsdp._group import GroupContext
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,8 @@ class GradReducer:
     Args:
         layout: the group's layout.
         params: the group's sharded parameters.
-        comm: the ranks to reduce over.
+        context: what the unit's groups share: comms, device, switches.
         dtype: dtype of the buffer and of the sum.
-        settings: the unit's switches, read when a reduction starts.
-        on_arrival: called at each gradient, inside backward.
 
     Attributes:
         arrived: which parameters have a gradient that was not handed out yet.
@@ -48,20 +49,19 @@ class GradReducer:
         layout: FlatLayout,
         params: Sequence[ShardTensor],
         *,
-        comm: Comm,
+        context: GroupContext,
         dtype: torch.dtype,
-        settings: UnitSettings,
-        on_arrival: Callable[[], None],
     ) -> None:
-        self._on_arrival = on_arrival
+        self._context = context
+        self._comm = context.comm
         self._layout = layout
         self._params = params
-        self._comm = comm
         self._dtype = dtype
-        self._settings = settings
         self._buffer: FullBuffer | None = None
         self._slots: list[torch.Tensor] = []
         self._flight: _Flight | None = None
+        self._partial: torch.Tensor | None = None  # reduced here, not yet over replicas
+        self._pending = [False] * len(params)  # whose gradients it holds
         self.arrived = [False] * len(params)
 
     def hook_for(self, index: int) -> Callable[[torch.Tensor], None]:
@@ -70,7 +70,7 @@ class GradReducer:
         def take(param: torch.Tensor) -> None:
             grad, param.grad = param.grad, None
             if grad is not None:
-                self._on_arrival()
+                self._context.on_arrival()
                 self.receive(index, grad)
 
         return take
@@ -90,7 +90,7 @@ class GradReducer:
                 f"{self._params[index].spec.name}: expected a dense gradient, got layout "
                 f"{grad.layout} (rank {self._comm.rank} of {self._comm.size}); use sparse=False"
             )
-        if self._comm.size == 1:
+        if self._is_solo:
             piece = grad.detach().reshape(-1).to(self._dtype)
             self._keep(index, piece.div_(self._factor) if self._factor != 1 else piece)
         else:
@@ -110,10 +110,10 @@ class GradReducer:
         **Collective**: all ranks, also those where nothing arrived.
         """
         wanted = self.arrived
-        if self._settings.zero_fill_unused:
+        if self._context.settings.zero_fill_unused:
             wanted = [p.requires_grad for p in self._params]
         arrived, self.arrived = self.arrived, [False] * len(self._params)
-        if self._comm.size == 1:
+        if self._is_solo:
             for index in _indices(wanted):
                 if not arrived[index]:
                     self._keep(index, torch.zeros_like(self._params[index].local))
@@ -133,21 +133,39 @@ class GradReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the reduction in flight, if any, and hand out its pieces."""
+        """Wait for the reduction in flight, if any, and hand out its pieces.
+
+        **Collective**: with replicas, all of them.
+        """
         flight, self._flight = self._flight, None
         if flight is None:
             return
         flight.work.wait()
         assert self._buffer is not None
         self._buffer.release()
+        reduced = flight.out
+        settings = self._context.settings
+        if self._partial is not None:
+            reduced.add_(self._partial)
+            self._partial = None
+        if self._context.replicas is not None:
+            if not settings.all_reduce_gradients:
+                self._partial = reduced
+                self._pending = [a or b for a, b in zip(flight.wanted, self._pending, strict=True)]
+                return
+            self._context.replicas.all_reduce(reduced)
+        wanted = [a or b for a, b in zip(flight.wanted, self._pending, strict=True)]
+        self._pending = [False] * len(self._params)
         if self._factor != 1:
-            flight.out.div_(self._factor)
-        shard = flight.out.to(self._layout.dtype)
+            reduced.div_(self._factor)
+        if settings.all_reduce_hook is not None:
+            settings.all_reduce_hook(reduced)
+        shard = reduced.to(device=self._context.device, dtype=self._layout.dtype)
         pieces = self._layout.pieces(self._comm.rank)
-        for index in _indices(flight.wanted):
+        for index in _indices(wanted):
             piece = pieces[index]
             self._keep(index, shard[piece.offset : piece.offset + piece.numel])
-        self._fire_user_hooks(flight.wanted)
+        self._fire_user_hooks(wanted)
 
     def discard(self) -> None:
         """Forget all gradients that were not handed out, after an exception."""
@@ -155,13 +173,22 @@ class GradReducer:
         if flight is not None:
             flight.work.wait()
         self.arrived = [False] * len(self._params)
+        self._pending = [False] * len(self._params)
+        self._partial = None
         if self._buffer is not None:
             self._buffer.release()
 
     @property
+    def _is_solo(self) -> bool:
+        return self._comm.size == 1 and self._context.replicas is None
+
+    @property
     def _factor(self) -> float:
-        factor = self._settings.divide_factor
-        return self._comm.size if factor is None else factor
+        factor = self._context.settings.divide_factor
+        if factor is not None:
+            return factor
+        replicas = self._context.replicas
+        return self._comm.size * (1 if replicas is None else replicas.size)
 
     def _make_buffer(self) -> None:
         if self._buffer is None:
@@ -173,7 +200,7 @@ class GradReducer:
     def _keep(self, index: int, piece: torch.Tensor) -> None:
         """Set or add to the sharded parameter's gradient."""
         param = self._params[index]
-        piece = piece.to(self._layout.dtype)
+        piece = piece.to(device=self._context.device, dtype=self._layout.dtype)
         if param.grad is None:
             param.grad = param.like(piece)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
@@ -26,16 +26,24 @@ class Schedule:
     of backward) or after the ranks agreed on it. None depends on which gradients one rank
     happened to produce.
 
-    Args:
-        unit: the first unit; more join as their parents are wrapped.
+    Attributes:
+        units: all of them, inner before outer.
+        is_last_backward: False leaves the last reduction in flight and keeps the recorded order,
+            for another backward through the same forwards.
+        max_flying: reductions in flight at once.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.units: list[Unit] = [unit]  # inner before outer
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.is_last_backward = True
+        self.max_flying = 1
         self._depth = 0
-        self._forwards: list[Unit] = []
+        self._entered: list[Unit] = []  # in this forward, as they began
+        self._expected: list[Unit] = []  # in the last one
+        self._left: list[Unit] = []  # recorded for backward, as they ended
+        self._ahead: set[Unit] = set()  # gathered before their forward
         self._in_backward = False
-        self._flying: ParamGroup | None = None
+        self._flying: list[ParamGroup] = []
         self._reduced: dict[ParamGroup, list[bool]] = {}
 
     @property
@@ -43,33 +51,74 @@ class Schedule:
         """The outermost unit."""
         return self.units[-1]
 
+    def add(self, unit: Unit) -> None:
+        """Append a unit that is outside of all units so far. Local."""
+        self.units.append(unit)
+
     def adopt(self, other: Schedule) -> None:
         """Take over the units of ``other``, which lie inside this root. Local."""
         self.units[-1:-1] = other.units
         for unit in other.units:
             unit.schedule = self
 
-    def enter_forward(self) -> None:
+    def copy_for(self, new: Unit, old: Unit, memo: dict[int, Any]) -> Schedule:
+        """Return the schedule that copies of these units share, with ``new`` put in. Local."""
+        schedule: Schedule | None = memo.get(id(self))
+        if schedule is None:
+            schedule = memo[id(self)] = Schedule()
+        schedule.units.append(new)
+        order = {id(memo[id(u)]): i for i, u in enumerate(self.units) if id(u) in memo}
+        schedule.units.sort(key=lambda u: order[id(u)])
+        return schedule
+
+    # --- forward ---
+
+    def enter_forward(self, unit: Unit) -> None:
         """Note that a unit's forward begins; the outermost one starts a new order.
 
         **Collective**: local, except after a backward that an exception cut short.
         """
         self._depth += 1
-        if self._depth == 1 and not in_backward():
+        if in_backward():
+            return
+        if self._depth == 1:
             if self._in_backward:
                 logger.warning("the last backward did not finish; its gradients are dropped")
                 self.reset()
-            self._forwards.clear()
+            self._expected, self._entered = self._entered, []
+            self._left.clear()
+        self._entered.append(unit)
+        self._ahead.discard(unit)
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Start gathering what is expected to run after ``unit``. Collective."""
+        if in_backward():
+            return
+        if unit.settings.forward_prefetch is not None:
+            following = unit.settings.forward_prefetch
+        else:
+            at = len(self._entered)
+            same = self._expected[:at] == self._entered
+            following = self._expected[at : at + 1] if same else []
+        for each in following:
+            if each.unshard():
+                self._ahead.add(each)
 
     def leave_forward(self) -> None:
         """Note that a unit's forward ended, with or without an exception. Local."""
         self._depth -= 1
+        if self._depth == 0 and self._ahead:
+            for unit in self._ahead:
+                unit.reshard()
+            self._ahead.clear()
 
     def record(self, call: Call) -> None:
         """Append a forward to the order that backward will follow in reverse. Local."""
         if not in_backward():
-            call.position = len(self._forwards)
-            self._forwards.append(call.unit)
+            call.position = len(self._left)
+            self._left.append(call.unit)
+
+    # --- backward ---
 
     def start_backward(self) -> None:
         """Have autograd call ``finish_backward`` when it is done, once per backward. Local."""
@@ -77,10 +126,14 @@ class Schedule:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self.finish_backward)
 
-    def prefetch_before(self, call: Call) -> None:
-        """Start gathering the unit that ran before ``call``. Collective."""
-        if 0 < call.position < len(self._forwards):
-            self._forwards[call.position - 1].unshard()
+    def prefetch_backward(self, call: Call) -> None:
+        """Start gathering what ran before ``call``, or what its unit was told to. Collective."""
+        explicit = call.unit.settings.backward_prefetch
+        if explicit is not None:
+            for unit in explicit:
+                unit.unshard()
+        elif 0 < call.position < len(self._left):
+            self._left[call.position - 1].unshard()
 
     def reduce(self, group: ParamGroup) -> None:
         """Start reducing a group's gradients. Collective.
@@ -88,13 +141,13 @@ class Schedule:
         The reduction before it, which ran beside this unit's backward, is waited for first: one
         buffer is in flight while the next one fills.
         """
-        if self._flying is not None:
-            self._flying.reducer.finish()
+        while len(self._flying) >= self.max_flying:
+            self._flying.pop(0).reducer.finish()
         arrived = group.reducer.arrived
         before = self._reduced.get(group, arrived)
         self._reduced[group] = [a or b for a, b in zip(arrived, before, strict=True)]
         group.reducer.launch()
-        self._flying = group
+        self._flying.append(group)
 
     def finish_backward(self) -> None:
         """Reduce what is left, wait for everything, free full buffers. Collective.
@@ -104,11 +157,13 @@ class Schedule:
         """
         for unit in reversed(self.units):
             unit.reduce_touched()
-        verdict = agree_on_arrivals(self._arrivals(), self.root.comm)
+        config = self.root.config
+        verdict = agree_on_arrivals(self._arrivals(), config.comm, config.replicas)
         for group in verdict.waiting:
             self.reduce(group)
-        if self._flying is not None:
-            self._flying.reducer.finish()
+        if self.is_last_backward:
+            self._land()
+            self._left.clear()
         self._end_step()
         if verdict.complaint is not None:
             raise RuntimeError(verdict.complaint)
@@ -121,12 +176,17 @@ class Schedule:
         for unit in self.units:
             for group in unit.groups:
                 group.reducer.discard()
+        self._flying = []
+        self._left.clear()
         self._end_step()
 
+    def _land(self) -> None:
+        flying, self._flying = self._flying, []
+        for group in flying:
+            group.reducer.finish()
+
     def _end_step(self) -> None:
-        self._flying = None
         self._reduced = {}
-        self._forwards.clear()
         self._in_backward = False
         for unit in self.units:
             unit.end_step()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -11,10 +14,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_comm import Comm, Work
 from shard_fsdp._boundary import Call
-from shard_fsdp._group import ParamGroup
+from shard_fsdp._group import GroupContext, ParamGroup
 from shard_fsdp._params import ManagedParam
-from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
+from shard_fsdp._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from shard_fsdp._schedule import Schedule
+
+
+@dataclass(frozen=True)
+class UnitConfig:
+    """What one call of ``fully_shard`` fixes for its units.
+
+    Attributes:
+        comm: the ranks to shard over.
+        replicas: the ranks that hold the same pieces, in hybrid sharding.
+        part_comm: the ranks to reshard to after forward, where those are not all.
+        mesh: the mesh that sharded parameters report, if any.
+        mp_policy: dtypes.
+        offload_policy: where shards live.
+        reshard_after_forward: the setting to begin with.
+    """
+
+    comm: Comm
+    replicas: Comm | None
+    part_comm: Comm | None
+    mesh: DeviceMesh | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    reshard_after_forward: bool | None
 
 
 class Unit:
@@ -23,50 +49,52 @@ class Unit:
     Args:
         modules: the modules whose forwards the gathering surrounds.
         params: the parameters, in order.
-        comm: the ranks to shard over.
-        mesh: the mesh that sharded parameters report, if any.
-        mp_policy: dtypes.
-        settings: switches.
+        config: comms, dtypes and where shards live.
 
     Attributes:
         groups: one per dtype and trainability.
+        settings: switches that may change between steps.
         schedule: shared with all units of the same root.
         active: forwards of its modules that are running now.
         to_run: modules that have not run yet since the unit was last gathered for a forward.
-        keeps_full: its last forward returned an object that may hide tensors, so nothing would
-            gather again before their backward; full parameters stay until the next forward.
+        keeps_full: nothing would gather again before a backward that may still come, because the
+            last forward returned an object that may hide tensors or its backward made a graph;
+            full parameters stay until the next forward.
     """
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        params: Sequence[ManagedParam],
-        *,
-        comm: Comm,
-        mesh: DeviceMesh | None,
-        mp_policy: MixedPrecisionPolicy,
-        settings: UnitSettings,
+        self, modules: Sequence[nn.Module], params: Sequence[ManagedParam], config: UnitConfig
     ) -> None:
         self.modules = list(modules)
-        self.comm = comm
-        self.mp_policy = mp_policy
-        self.settings = settings
-        by_kind: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
+        self.config = config
+        self.settings = UnitSettings(reshard_after_forward=config.reshard_after_forward)
+        self.schedule = Schedule()
+        self.schedule.add(self)
+        offload = config.offload_policy
+        offloaded = isinstance(offload, CPUOffloadPolicy)
+        context = GroupContext(
+            comm=config.comm,
+            replicas=config.replicas,
+            mesh=config.mesh,
+            device=torch.device("cpu") if offloaded else config.comm.device,
+            pin_memory=isinstance(offload, CPUOffloadPolicy)
+            and offload.pin_memory
+            and config.comm.device.type == "cuda",
+            mp_policy=config.mp_policy,
+            settings=self.settings,
+            on_arrival=self._on_arrival,
+        )
+        by_kind: dict[tuple[torch.dtype, bool, bool], list[ManagedParam]] = {}
         for managed in params:
-            kind = (managed.original.dtype, managed.original.requires_grad)
+            param = managed.original
+            kind = (param.dtype, param.requires_grad, param.device.type == "meta")
             by_kind.setdefault(kind, []).append(managed)
-        self.groups = [
-            ParamGroup(
-                members,
-                comm=comm,
-                mesh=mesh,
-                mp_policy=mp_policy,
-                settings=settings,
-                on_arrival=lambda: self.schedule.start_backward(),
-            )
-            for members in by_kind.values()
-        ]
-        self.schedule = Schedule(self)
+        self.groups = [ParamGroup(members, context) for members in by_kind.values()]
+        self._rest()
+        for group in self.groups:
+            group.register_sharded()
+
+    def _rest(self) -> None:
         self.active = 0
         self.to_run: set[nn.Module] = set()
         self.keeps_full = False
@@ -75,9 +103,13 @@ class Unit:
         self._calls: WeakSet[Call] = WeakSet()
         self._open_calls = 0
         self._touched = False
-        self._exposed = 0
-        for group in self.groups:
-            group.register_sharded()
+        self._users = 0
+        self._is_exposed = False
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that the unit is sharded over."""
+        return self.config.comm
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -94,15 +126,28 @@ class Unit:
         """Return the groups with at least one parameter that requires a gradient. Local."""
         return [g for g in self.groups if any(p.requires_grad for p in g.sharded_params)]
 
+    def _on_arrival(self) -> None:
+        self.schedule.start_backward()
+
     # --- gathering ---
 
-    def unshard(self) -> None:
-        """Start gathering, unless that was done and the shards have not changed. Collective."""
-        if self._is_full and not any(group.is_stale() for group in self.groups):
-            return
+    def unshard(self) -> bool:
+        """Start gathering, unless that was done and the shards have not changed.
+
+        Returns:
+            Whether a gather was started.
+
+        **Collective**: all ranks.
+        """
+        if not self._is_exposed:
+            for group in self.groups:
+                group.settle()
+        if self._is_full and not any(group.is_stale for group in self.groups):
+            return False
         self.wait_for_unshard()
         self._gathering = [group.unshard() for group in self.groups]
         self._is_full = True
+        return True
 
     def wait_for_unshard(self) -> None:
         """Wait until the full parameters are there."""
@@ -122,22 +167,36 @@ class Unit:
             for group in self.groups:
                 group.reshard()
 
+    def reshard_after_forward(self) -> None:
+        """Free the full buffers, or all but a part of them. Local."""
+        part = self.config.part_comm
+        if part is None or not torch.is_grad_enabled():
+            self.reshard()
+            return
+        self.wait_for_unshard()
+        if self._is_full:
+            self._is_full = False
+            for group in self.groups:
+                group.reshard_partly(part)
+
     def expose(self) -> None:
         """Gather, and let the modules see full parameters until as many calls of ``hide``.
 
         **Collective**: all ranks.
         """
-        self._exposed += 1
+        self._users += 1
         self.unshard()
         self.wait_for_unshard()
-        if self._exposed == 1:
+        if not self._is_exposed:
+            self._is_exposed = True
             for group in self.groups:
                 group.register_full()
 
     def hide(self) -> None:
         """Undo one ``expose``: the last one lets the modules see sharded parameters. Local."""
-        self._exposed -= 1
-        if self._exposed == 0:
+        self._users -= 1
+        if self._users == 0 and self._is_exposed:
+            self._is_exposed = False
             for group in self.groups:
                 group.register_sharded()
 
@@ -152,13 +211,17 @@ class Unit:
         """Backward has reached the outputs of ``call``. Collective."""
         self.schedule.start_backward()
         self._touched = True
+        if torch.is_grad_enabled():  # create_graph: the new graph holds full parameters
+            self.keeps_full = True
+        if not self.settings.unshard_in_backward:
+            return
         self._check_unchanged(call)
         if not call.begun:
             call.rewind()
             call.begun = True
             self._open_calls += 1
             self.expose()  # a checkpoint inside may run parts of the forward again
-        self.schedule.prefetch_before(call)
+        self.schedule.prefetch_backward(call)
 
     def end_backward(self, call: Call) -> None:
         """Backward has passed the inputs of ``call``. Collective."""
@@ -166,7 +229,7 @@ class Unit:
         call.done = True
         self._open_calls -= 1
         self.hide()
-        if self._open_calls == 0 and self.settings.reshard_after_backward and not self.keeps_full:
+        if self._open_calls == 0 and self._reshards_after_backward:
             self.reshard()
         if all(each.done for each in self._calls):
             self.reduce_touched()
@@ -187,8 +250,12 @@ class Unit:
         self.to_run.clear()
         for call in self._calls:
             call.rewind()
-        if self.settings.reshard_after_backward and not self.keeps_full:
+        if self._reshards_after_backward:
             self.reshard()
+
+    @property
+    def _reshards_after_backward(self) -> bool:
+        return self.settings.reshard_after_backward and not self.keeps_full
 
     def _check_unchanged(self, call: Call) -> None:
         for group, version in zip(self.groups, call.versions, strict=True):
@@ -198,3 +265,25 @@ class Unit:
                     f"forward and backward (rank {self.comm.rank} of {self.comm.size}); run "
                     f"backward before the optimizer's step, or run the forward again"
                 )
+
+    # --- copies ---
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """Copy shards and settings; share comms; leave graphs and gathered buffers behind."""
+        if id(self) in memo:
+            known: Unit = memo[id(self)]
+            return known
+        new = object.__new__(Unit)
+        memo[id(self)] = new
+        new.config = self.config
+        new.settings = replace(self.settings, forward_prefetch=None, backward_prefetch=None)
+        new.schedule = self.schedule.copy_for(new, self, memo)
+        new.modules = [copy.deepcopy(m, memo) for m in self.modules]
+        context = (
+            replace(self.groups[0].context, settings=new.settings, on_arrival=new._on_arrival)
+            if self.groups
+            else None
+        )
+        new.groups = [g.copy(context, memo) for g in self.groups if context is not None]
+        new._rest()
+        return new

@@ -87,7 +87,7 @@ class AdamW(Optimizer):
             entries = [entries] if isinstance(entries, torch.Tensor) else list(entries)
             param_group["params"] = entries
             number = len(self.param_groups)
-            params, names = unpack(entries, number)
+            params, names = unpack(entries, self.param_groups)
             first = f" ({names[0]}, ...)" if names else ""
             check_hyper({**self.defaults, **param_group}, f"group {number}{first}: ")
             check_params(params, names, self.param_groups)

@@ -40,7 +40,7 @@ def clip_grad_norm_(
         The norm before clipping, a plain float32 scalar, the same on all ranks.
 
     Raises:
-        TypeError: a parameter is one of torch's own DTensors.
+        TypeError: a gradient is one of torch's own DTensors.
         ValueError: ``max_norm`` or ``norm_type`` is out of range; a gradient is sparse, or is
             sharded where its parameter is plain or the other way round.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; raised on all
@@ -82,31 +82,31 @@ def _runs_by_place(params: Sequence[torch.Tensor]) -> dict[_Place, list[torch.Te
     grads: dict[_Place, list[torch.Tensor]] = {}
     for index, param in enumerate(params):
         comm = param.comm if isinstance(param, ShardTensor) else None
-        found = grads.setdefault((comm, param.device), [])
-        if param.grad is not None:
-            found.append(_piece_of_grad(param, index))
+        found = grads.setdefault((comm, piece_of(param).device), [])
+        grad = param.grad
+        if grad is not None:
+            found.append(_piece_of_grad(param, grad, index))
     return {
         place: [join([found[i] for i in run]) for run in find_runs([found])]
         for place, found in grads.items()
     }
 
 
-def _piece_of_grad(param: torch.Tensor, index: int) -> torch.Tensor:
-    grad = param.grad
-    assert grad is not None
+def _piece_of_grad(param: torch.Tensor, grad: torch.Tensor, index: int) -> torch.Tensor:
+    if isinstance(param, ShardTensor) and isinstance(grad, ShardTensor):
+        return grad.local
     name = param.spec.name if isinstance(param, ShardTensor) else f"parameter {index}"
-    for tensor in (param, grad):
-        if isinstance(tensor, DTensor) and not isinstance(tensor, ShardTensor):
-            raise TypeError(
-                f"{name}: expected a plain tensor or a ShardTensor, got torch's "
-                f"{type(tensor).__name__}; use torch.nn.utils.clip_grad_norm_ for it"
-            )
-    if grad.layout is not torch.strided:
-        raise ValueError(f"{name}: expected a dense gradient, got {grad.layout}")
-    if isinstance(grad, ShardTensor) != isinstance(param, ShardTensor):
+    if isinstance(param, ShardTensor) or isinstance(grad, ShardTensor):
         kinds = ["sharded" if isinstance(t, ShardTensor) else "plain" for t in (param, grad)]
         raise ValueError(f"{name}: the parameter is {kinds[0]} and its gradient {kinds[1]}")
-    return piece_of(grad)
+    if isinstance(grad, DTensor):
+        raise TypeError(
+            f"{name}: expected a plain gradient or a ShardTensor, got torch's "
+            f"{type(grad).__name__}; use torch.nn.utils.clip_grad_norm_ for it"
+        )
+    if grad.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense gradient, got {grad.layout}")
+    return grad
 
 
 def _total_norm(runs: dict[_Place, list[torch.Tensor]], norm_type: float) -> torch.Tensor:

@@ -56,13 +56,27 @@ def name_in(groups: Sequence[Group], param: torch.Tensor) -> str:
     return "a parameter of no group"
 
 
-def unpack(entries: Sequence[Any], number: int) -> tuple[list[Any], list[str]]:
-    """Split ``(name, parameter)`` pairs; names as ``labels_of`` would give them. Local."""
+def unpack(entries: Sequence[Any], groups: Sequence[Group]) -> tuple[list[Any], list[str]]:
+    """Split what is to become a group into parameters and their names.
+
+    Args:
+        entries: parameters or ``(name, parameter)`` pairs.
+        groups: those that the optimizer has.
+
+    Raises:
+        ValueError: a name is given twice.
+
+    **Collective**: local.
+    """
     params = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-    names = labels_of({"params": params}, number)
+    names = labels_of({"params": params}, len(groups))
+    taken = {name for group in groups for name in group.get("param_names", ())}
     for i, entry in enumerate(entries):
         if isinstance(entry, tuple):
             names[i] = entry[0]
+            if names[i] in taken:
+                raise ValueError(f"{names[i]}: two parameters have this name; list one of them")
+            taken.add(names[i])
     return params, names
 
 

@@ -63,7 +63,9 @@ def _batches(tensors: Sequence[torch.Tensor], chunk: int) -> Iterator[list[torch
     batch: list[torch.Tensor] = []
     room = chunk
     for tensor in tensors:
-        flat = tensor.reshape(-1)
+        if not tensor.numel():
+            continue
+        flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
         for part in flat.split(chunk) if flat.numel() > chunk else (flat,):
             if part.numel() > room:
                 yield batch

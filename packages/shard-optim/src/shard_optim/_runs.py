@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -60,12 +61,14 @@ def find_runs(columns: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
 
     **Collective**: local.
     """
-    first = columns[0]
-    rows = [i for i, t in enumerate(first) if t.numel()]
-    rows.sort(key=lambda i: (first[i].untyped_storage().data_ptr(), first[i].data_ptr()))
+    spots = [[_Spot.of(tensor) for tensor in column] for column in columns]
+    first = spots[0]
+    rows = sorted(
+        (i for i, s in enumerate(first) if s.stop > s.start), key=lambda i: first[i].start
+    )
     runs: list[list[int]] = []
     for i in rows:
-        if runs and all(_follows(column[runs[-1][-1]], column[i]) for column in columns):
+        if runs and all(_follows(column[runs[-1][-1]], column[i]) for column in spots):
             runs[-1].append(i)
         else:
             runs.append([i])
@@ -80,11 +83,23 @@ def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return head.as_strided((sum(t.numel() for t in tensors),), (1,))
 
 
-def _follows(a: torch.Tensor, b: torch.Tensor) -> bool:
+class _Spot(NamedTuple):
+    """Where a tensor lies, in bytes; ``dtype`` is None where it has holes."""
+
+    start: int
+    stop: int
+    storage: int
+    dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Spot:
+        start = tensor.data_ptr()
+        storage = tensor.untyped_storage().data_ptr()
+        dtype = tensor.dtype if tensor.is_contiguous() else None
+        return cls(start, start + tensor.nbytes, storage, dtype)
+
+
+def _follows(a: _Spot, b: _Spot) -> bool:
     return (
-        a.data_ptr() + a.nbytes == b.data_ptr()
-        and a.dtype == b.dtype
-        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        and a.is_contiguous()
-        and b.is_contiguous()
+        a.stop == b.start and a.storage == b.storage and a.dtype is b.dtype and a.dtype is not None
     )

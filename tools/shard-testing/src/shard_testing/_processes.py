@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def run_ranks(
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         pipes: dict[Connection, int] = {}
-        processes: list[BaseProcess] = []
+        processes: list[ForkServerProcess] = []
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)

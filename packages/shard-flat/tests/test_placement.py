@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shard_flat import ParamSpec, Ragged, ShardSpec, plan_layout
+
+
+def test_range_of_every_rank() -> None:
+    """``b`` of the layout's worked example: elements 5 to 11 of an array cut every 5."""
+    spec = ShardSpec("b", (2, 3), 0, 5, 5, 5)
+    assert spec.numel == 6
+    assert [spec.range_of(rank) for rank in range(3)] == [(0, 0), (0, 5), (5, 6)]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=2), min_size=1, max_size=5), st.integers(1, 7)
+)
+def test_range_of_agrees_with_the_layout(shapes: list[list[int]], world_size: int) -> None:
+    specs = [ParamSpec(f"p{i}", tuple(s), torch.float32) for i, s in enumerate(shapes)]
+    layout = plan_layout(specs, world_size)
+    for index, (each, start) in enumerate(zip(layout.specs, layout.starts, strict=True)):
+        spec = ShardSpec(each.name, each.shape, 0, 0, start, layout.shard_numel)
+        for rank in range(world_size):
+            piece = layout.piece(rank, index)
+            assert spec.range_of(rank) == (piece.start, piece.stop)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 7)])
+def test_ranges_outside_of_the_parameter_are_refused(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=rf"b: expected a range within \[0, 6\], got \[{start}"):
+        ShardSpec("b", (2, 3), start, stop, 0, 8)
+
+
+def test_ragged_is_neither_of_torchs_placements() -> None:
+    placement = Ragged(2, 5)
+    assert not placement.is_shard()
+    assert not placement.is_replicate()
+    assert not placement.is_partial()
+    assert repr(placement) == "Ragged(2, 5)"
+
+
+def test_ragged_compares_by_value() -> None:
+    assert Ragged(2, 5) == Ragged(2, 5)
+    assert Ragged(2, 5) != Ragged(2, 6)
+    assert Ragged(2, 5) != (2, 5)
+    assert len({Ragged(2, 5), Ragged(2, 5), Ragged(0, 5)}) == 2
