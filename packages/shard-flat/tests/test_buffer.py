@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from shard_flat import FullBuffer, ParamSpec, plan_layout
 
 

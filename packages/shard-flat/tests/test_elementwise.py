@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shard_flat import ShardSpec, ShardTensor, _ops, shard_tensor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+
+from shard_flat import ShardSpec, ShardTensor, _ops, shard_tensor
 
 Silent = Callable[[int, int], Any]
 X = torch.linspace(-2.0, 3.0, 15).view(3, 5)
@@ -66,13 +67,15 @@ IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
     "fill_tensor": lambda x, y: x.fill_(torch.tensor(3.0)),
     "masked_fill_": lambda x, y: x.masked_fill_(x < y, 9.0),
     "setitem": lambda x, y: x.__setitem__(slice(None), 4.0) or x,
+    "set_masked": lambda x, y: x.__setitem__(x < y, -1.5) or x,
     "iadd": lambda x, y: x.__iadd__(y),
     "out": lambda x, y: torch.add(x, y, out=x),
 }
 """Each returns its first argument."""
 
 
-def cut(full: torch.Tensor, comm: Any, name: str = "x") -> ShardTensor:
+def cut(full: torch.Tensor, comm: Any, name: str = "x") -> Any:
+    """A ShardTensor; torch's stubs know its results as plain tensors, hence the type."""
     return shard_tensor(full, comm=comm, name=name)
 
 
@@ -196,6 +199,9 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "linear": lambda x: nn.functional.linear(torch.ones(5), x),
     "transpose": lambda x: x.t(),
     "index": lambda x: x[0],
+    "set_mask_row": lambda x: x.__setitem__(x > 0, torch.ones(5)),
+    "set_by_index": lambda x: x.__setitem__(torch.tensor([0]), 1.0),
+    "masked_select": lambda x: x[x > 0],
     "set_row": lambda x: x.__setitem__(0, 1.0),
     "iterate": list,
     "flatten": lambda x: x.flatten(),
@@ -245,7 +251,9 @@ def test_operations_without_a_sharded_meaning_are_refused(
     """With one rank as well, so that a program fails where it is written and not where it runs."""
     x = cut(X, silent(0, size))
     before = x.local.clone()
-    with pytest.raises(RuntimeError, match=r"x: .*has no meaning on one rank's piece.*full_tensor\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"x: .*has no meaning on one rank's piece.*full_tensor\(\)"
+    ):
         REFUSED[name](x)
     assert torch.equal(x.local, before)
 
@@ -296,9 +304,9 @@ def test_torchs_own_dtensors_are_refused(silent: Silent) -> None:
     x = cut(X, silent(0, 2))
     mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
     spread = DTensor.from_local(X, mesh, [Replicate()], run_check=False)
-    with pytest.raises(RuntimeError, match="x: .*mixes a ShardTensor with a DTensor"):
+    with pytest.raises(RuntimeError, match=r"x: .*mixes a ShardTensor with a DTensor"):
         x + spread
-    with pytest.raises(RuntimeError, match="x: .* from a DTensor placed as"):
+    with pytest.raises(RuntimeError, match=r"x: .* from a DTensor placed as"):
         x.copy_(spread)
 
 
@@ -322,28 +330,31 @@ def test_a_piece_does_not_go_into_a_plain_tensor(name: str, rank: int, silent: S
         INTO_PLAIN[name](cut(X, comm), cut(torch.tensor(1.0), comm, "s"))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", range(3))
 def test_tensors_cut_differently_are_refused_on_every_rank(rank: int, silent: Silent) -> None:
-    """The two agree on what rank 0 holds; it must raise there too, or rank 1 would be alone."""
-    comm = silent(rank, 2)
-    a = ShardTensor(torch.zeros(4), ShardSpec("a", (8,), 4 * rank, 4 * rank + 4, 0, 4), comm=comm)
-    ends = [(0, 4), (4, 8)]
-    start, stop = ends[rank]
-    alike = ShardTensor(torch.ones(4), ShardSpec("b", (8,), start, stop, 0, 4), comm=comm)
-    assert (a + alike).local.tolist() == [1.0] * 4
-    ends = [(0, 4), (4, 7)]
-    start, stop = ends[rank]
-    short = ShardTensor(
-        torch.ones(stop - start), ShardSpec("c", (7,), start, stop, 0, 4), comm=comm
-    )
-    with pytest.raises(ValueError, match=r"a has shape \(8,\) .* c has shape \(7,\)"):
-        a + short
+    """Rank 0 holds the first four of both; it must raise too, or it would go on alone."""
+
+    def cut_by(name: str, origin: int, shard_numel: int) -> Any:
+        spec = ShardSpec(name, (12,), 0, 0, origin, shard_numel)
+        start, stop = spec.range_of(rank)
+        spec = ShardSpec(name, (12,), start, stop, origin, shard_numel)
+        return ShardTensor(torch.ones(stop - start), spec, comm=silent(rank, 3))
+
+    a, b = cut_by("a", 0, 4), cut_by("b", 4, 8)
+    assert [x.spec.range_of(r) for x in (a, b) for r in range(3)] == [
+        *[(0, 4), (4, 8), (8, 12)],
+        *[(0, 4), (4, 12), (12, 12)],
+    ]
+    message = rf"add.Tensor: a has .*, b has .*\(rank {rank} of 3\); shard both by one layout"
+    with pytest.raises(ValueError, match=message):
+        a + b
+    assert (a + cut_by("c", 0, 4)).local.tolist() == [2.0] * 4
 
 
 def test_tensors_of_two_layouts_with_the_same_cuts_go_together(silent: Silent) -> None:
     """``near`` begins its array, ``far`` begins where another parameter ends; cuts agree."""
     comm = silent(1, 2)
-    near = ShardTensor(torch.ones(7), ShardSpec("near", (15,), 8, 15, 0, 8), comm=comm)
+    near: Any = ShardTensor(torch.ones(7), ShardSpec("near", (15,), 8, 15, 0, 8), comm=comm)
     far = ShardTensor(torch.ones(7), ShardSpec("far", (15,), 8, 15, 12, 20), comm=comm)
     assert (near + far).local.tolist() == [2.0] * 7
 
@@ -352,7 +363,7 @@ def test_pieces_for_lists_of_unlike_length_are_refused(silent: Silent) -> None:
     x = cut(X, silent(0, 2))
     with pytest.raises((ValueError, RuntimeError), match="1 and 2"):
         torch._foreach_add_([x], [x, x])
-    with pytest.raises(RuntimeError, match="x: .* takes a list of ShardTensors or a plain scalar"):
+    with pytest.raises(RuntimeError, match=r"x: .* takes a list of ShardTensors or a plain scalar"):
         torch._foreach_mul_([x, x], cut(torch.tensor(2.0), silent(0, 2), "x"))
 
 

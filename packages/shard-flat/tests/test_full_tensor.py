@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout, shard_tensor
 from torch import nn
+
+from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout, shard_tensor
 
 OnRanks = Callable[[int, Callable[[Any], Any]], list[Any]]
 R12_SHAPES = [(1,), (3, 5), (9, 4), (), (0, 3)]
@@ -22,7 +23,12 @@ def cut_group(comm: Any, fulls: list[torch.Tensor], *, align_bytes: int) -> list
         ShardTensor(
             full.reshape(-1)[piece.start : piece.stop].clone(),
             ShardSpec(
-                piece.spec.name, piece.spec.shape, piece.start, piece.stop, start, layout.shard_numel
+                piece.spec.name,
+                piece.spec.shape,
+                piece.start,
+                piece.stop,
+                start,
+                layout.shard_numel,
             ),
             comm=comm,
         )
@@ -91,12 +97,12 @@ def test_each_rank_keeps_its_range_of_the_gradient(size: int, on_ranks: OnRanks)
     full = torch.arange(15.0).view(3, 5)
 
     def backward(comm: Any) -> torch.Tensor:
-        param = nn.Parameter(shard_tensor(full, comm=comm, name="w"))
-        whole = param.full_tensor()  # type: ignore[attr-defined]
+        param: Any = nn.Parameter(shard_tensor(full, comm=comm, name="w"))
+        whole = param.full_tensor()
         assert whole.requires_grad
         (whole * whole).sum().backward()
         assert isinstance(param.grad, ShardTensor)
-        assert param.grad.placements == param.placements  # type: ignore[attr-defined]
+        assert param.grad.placements == param.placements
         return param.grad.full_tensor()
 
     for grad in on_ranks(size, backward):
@@ -105,9 +111,9 @@ def test_each_rank_keeps_its_range_of_the_gradient(size: int, on_ranks: OnRanks)
 
 def test_gradients_accumulate_and_reach_what_made_the_tensor(on_ranks: OnRanks) -> None:
     def backward(comm: Any) -> list[float]:
-        param = nn.Parameter(shard_tensor(torch.ones(6), comm=comm))
+        param: Any = nn.Parameter(shard_tensor(torch.ones(6), comm=comm))
         for _ in range(2):
-            ((param * 3).full_tensor() * torch.arange(6.0)).sum().backward()  # type: ignore[attr-defined]
+            ((param * 3).full_tensor() * torch.arange(6.0)).sum().backward()
         assert isinstance(param.grad, ShardTensor)
         return param.grad.local.tolist()
 
@@ -116,11 +122,11 @@ def test_gradients_accumulate_and_reach_what_made_the_tensor(on_ranks: OnRanks) 
 
 def test_a_gradient_that_somebody_holds_is_copied(on_ranks: OnRanks) -> None:
     def backward(comm: Any) -> list[list[float]]:
-        param = nn.Parameter(shard_tensor(torch.ones(6), comm=comm))
+        param: Any = nn.Parameter(shard_tensor(torch.ones(6), comm=comm))
         held: list[Any] = []
         param.register_hook(held.append)
         for _ in range(2):
-            param.full_tensor().sum().backward()  # type: ignore[attr-defined]
+            param.full_tensor().sum().backward()
         assert isinstance(param.grad, ShardTensor)
         return [param.grad.local.tolist(), held[0].local.tolist()]
 
@@ -129,9 +135,9 @@ def test_a_gradient_that_somebody_holds_is_copied(on_ranks: OnRanks) -> None:
 
 def test_gradients_of_the_local_piece(on_ranks: OnRanks) -> None:
     def backward(comm: Any) -> list[float]:
-        param = nn.Parameter(shard_tensor(torch.ones(2, 3), comm=comm))
-        piece = param.to_local()  # type: ignore[attr-defined]
-        assert piece.shape == param.local.shape  # type: ignore[attr-defined]
+        param: Any = nn.Parameter(shard_tensor(torch.ones(2, 3), comm=comm))
+        piece = param.to_local()
+        assert piece.shape == param.local.shape
         (piece * (comm.rank + 1)).sum().backward()
         assert isinstance(param.grad, ShardTensor)
         assert param.grad.shape == (2, 3)
@@ -142,11 +148,11 @@ def test_gradients_of_the_local_piece(on_ranks: OnRanks) -> None:
 
 def test_no_gradient_is_recorded_where_gradients_are_off(on_ranks: OnRanks) -> None:
     def check(comm: Any) -> list[bool]:
-        param = nn.Parameter(shard_tensor(torch.ones(6), comm=comm))
+        param: Any = nn.Parameter(shard_tensor(torch.ones(6), comm=comm))
         with torch.no_grad():
-            off = [param.full_tensor(), param.to_local()]  # type: ignore[attr-defined]
+            off = [param.full_tensor(), param.to_local()]
         frozen = param.detach()
-        off += [frozen.full_tensor(), frozen.to_local()]  # type: ignore[attr-defined]
+        off += [frozen.full_tensor(), frozen.to_local()]
         return [t.requires_grad for t in off]
 
     assert on_ranks(2, check) == [[False] * 4] * 2
@@ -158,9 +164,10 @@ def test_a_penalty_on_whole_tensors_gives_each_rank_its_part(on_ranks: OnRanks) 
 
     def backward(comm: Any) -> list[list[float]]:
         grads = []
-        for penalty in (lambda p: p.norm(), lambda p: p.pow(2).sum()):
-            param = nn.Parameter(shard_tensor(full, comm=comm, name="w"))
-            penalty(param).backward()
+        for order in (1, 2):
+            param: Any = nn.Parameter(shard_tensor(full, comm=comm, name="w"))
+            penalty = param.norm() if order == 1 else param.pow(2).sum()
+            penalty.backward()
             assert isinstance(param.grad, ShardTensor)
             grads.append(param.grad.full_tensor().tolist())
         return grads

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shard_flat import FlatLayout, ParamSpec, Piece, _layout, plan_layout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
@@ -29,7 +30,9 @@ def plans(draw: st.DrawFn, blocks: bool = False) -> tuple[list[ParamSpec], int, 
     for i, shape in enumerate(shapes):
         row = shape[-1] if shape else 1
         choices = [1, row, math.prod(shape), 3, math.prod(shape) + 1] if blocks else [1]
-        specs.append(ParamSpec(f"p{i}", tuple(shape), dtype, max(draw(st.sampled_from(choices)), 1)))
+        specs.append(
+            ParamSpec(f"p{i}", tuple(shape), dtype, max(draw(st.sampled_from(choices)), 1))
+        )
     align_bytes = draw(st.sampled_from([1, 2, 3, 8])) * dtype.itemsize
     return specs, draw(st.integers(1, 9)), align_bytes
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shard_flat import ParamSpec, Ragged, ShardSpec, plan_layout
 
 
@@ -14,9 +15,7 @@ def test_range_of_every_rank() -> None:
     assert [spec.range_of(rank) for rank in range(3)] == [(0, 0), (0, 5), (5, 6)]
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 5), max_size=2), min_size=1, max_size=5), st.integers(1, 7)
-)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=2), min_size=1, max_size=5), st.integers(1, 7))
 def test_range_of_agrees_with_the_layout(shapes: list[list[int]], world_size: int) -> None:
     specs = [ParamSpec(f"p{i}", tuple(s), torch.float32) for i, s in enumerate(shapes)]
     layout = plan_layout(specs, world_size)

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from shard_flat import ParamSpec, Ragged, ShardSpec, ShardTensor, plan_layout, shard_tensor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+
+from shard_flat import ParamSpec, Ragged, ShardSpec, ShardTensor, plan_layout, shard_tensor
 
 Silent = Callable[[int, int], Any]
 FULL = torch.arange(15.0).view(3, 5)
 
 
-def weight(comm: Any, *, requires_grad: bool = True) -> ShardTensor:
+def weight(comm: Any, *, requires_grad: bool = True) -> Any:
     """``w``, 3x5, of which rank 0 of 2 holds elements 0 to 8 and rank 1 the other seven."""
     param = nn.Parameter(shard_tensor(FULL, comm=comm, name="w"), requires_grad)
     assert isinstance(param, ShardTensor)
@@ -145,7 +146,7 @@ def test_text(silent: Silent) -> None:
     with pytest.raises(TypeError, match="unsupported format string"):
         format(param, ".3f")
     module = nn.Module()
-    module.register_parameter("w", param)  # type: ignore[arg-type]
+    module.register_parameter("w", param)
     assert text in str(module.state_dict())
 
 
@@ -160,7 +161,6 @@ def test_deepcopy_makes_a_tensor_of_its_own(silent: Silent) -> None:
     param = weight(silent(0, 2))
     param.grad = shard_tensor(FULL * 2, comm=param.comm, name="w")
     twin = copy.deepcopy(param)
-    assert isinstance(twin, nn.Parameter)
     assert (twin.spec, twin.requires_grad, twin.is_leaf) == (param.spec, True, True)
     assert twin.comm is param.comm
     with torch.no_grad():
@@ -169,6 +169,7 @@ def test_deepcopy_makes_a_tensor_of_its_own(silent: Silent) -> None:
     assert isinstance(twin.grad, ShardTensor)
     assert twin.grad is not param.grad
     assert twin.grad.local.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0]
+    assert isinstance(twin, nn.Parameter)
     plain = copy.deepcopy(param.detach())
     assert not isinstance(plain, nn.Parameter)
     assert not plain.requires_grad
@@ -177,8 +178,8 @@ def test_deepcopy_makes_a_tensor_of_its_own(silent: Silent) -> None:
 def test_deepcopy_keeps_ties(silent: Silent) -> None:
     module = nn.Module()
     param = weight(silent(0, 2))
-    module.register_parameter("a", param)  # type: ignore[arg-type]
-    module.register_parameter("b", param)  # type: ignore[arg-type]
+    module.register_parameter("a", param)
+    module.register_parameter("b", param)
     twin = copy.deepcopy(module)
     assert twin.a is twin.b
     assert twin.a is not param
@@ -209,11 +210,11 @@ def test_it_does_not_move_to_shared_memory(silent: Silent) -> None:
 def test_module_casts_keep_the_parameter(silent: Silent) -> None:
     module = nn.Module()
     param = weight(silent(0, 2))
-    module.register_parameter("w", param)  # type: ignore[arg-type]
+    module.register_parameter("w", param)
     module.to(torch.bfloat16)
-    assert module.w is param
     assert (param.dtype, param.local.dtype) == (torch.bfloat16, torch.bfloat16)
-    assert param.spec.name == "w"
+    assert (module.w.dtype, param.spec.name) == (torch.bfloat16, "w")
+    assert module.w is param
     module.to_empty(device="meta")
     assert isinstance(module.w, ShardTensor)
     assert (module.w.device.type, module.w.local.device.type) == ("meta", "meta")
@@ -222,17 +223,17 @@ def test_module_casts_keep_the_parameter(silent: Silent) -> None:
 def test_state_dicts_hold_pieces_and_load_full_tensors(silent: Silent) -> None:
     module = nn.Module()
     param = weight(silent(1, 2))
-    module.register_parameter("w", param)  # type: ignore[arg-type]
+    module.register_parameter("w", param)
     state = module.state_dict()
     assert isinstance(state["w"], ShardTensor)
     assert state["w"].local.data_ptr() == param.local.data_ptr()
     module.load_state_dict({"w": FULL + 10})
-    assert module.w is param
     assert param.local.tolist() == [18.0, 19.0, 20.0, 21.0, 22.0, 23.0, 24.0]
     module.load_state_dict({"w": state["w"] * 2})
     assert param.local[0] == 36.0
     with pytest.raises(RuntimeError, match="size mismatch for w"):
         module.load_state_dict({"w": FULL.t()})
+    assert module.w is param
 
 
 def test_inference_mode_reads_and_writes(silent: Silent) -> None:
@@ -268,7 +269,7 @@ def test_many_parameters_of_one_layout(silent: Silent) -> None:
     layout = plan_layout(specs, 2)
     shard = torch.zeros(layout.shard_numel)
     pieces = layout.pieces(0)
-    tensors = [
+    tensors: list[Any] = [
         ShardTensor(
             shard[p.offset : p.offset + p.numel],
             ShardSpec(p.spec.name, p.spec.shape, p.start, p.stop, start, layout.shard_numel),
@@ -278,3 +279,19 @@ def test_many_parameters_of_one_layout(silent: Silent) -> None:
     ]
     torch._foreach_add_(tensors, [1.0, 2.0])
     assert [t.local.tolist() for t in tensors] == [[], [2.0] * 8]
+
+
+def test_a_piece_moves_to_other_memory(silent: Silent) -> None:
+    """The object stays, and with it what an optimizer knows it by."""
+    param = weight(silent(1, 2))
+    shard = torch.full((9,), 5.0)
+    param.relocate(shard[1:8])
+    assert param.local.tolist() == [5.0] * 7
+    with torch.no_grad():
+        param.mul_(2)
+    assert shard.tolist() == [5.0, *[10.0] * 7, 5.0]
+    assert shard._version > 0
+    assert (param.spec.name, param.requires_grad) == ("w", True)
+    for other in (torch.zeros(6), torch.zeros(7, dtype=torch.float64), torch.zeros(1, 7)):
+        with pytest.raises(ValueError, match=r"w: expected a piece like \(7,\) torch.float32"):
+            param.relocate(other)

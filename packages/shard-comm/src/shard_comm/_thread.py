@@ -21,6 +21,14 @@ class _Meeting:
         self._arrived: dict[int, tuple[Any, Any]] = {}
         self._left: set[int] = set()
         self._broken: str | None = None
+        self._parts: list[_Meeting] = []
+
+    def part(self, size: int) -> _Meeting:
+        """Return a new meeting of some of the ranks; it breaks with this one."""
+        part = _Meeting(size)
+        with self._changed:
+            self._parts.append(part)
+        return part
 
     def enter(self, rank: int, key: Any, value: Any, timeout_s: float) -> list[Any]:
         """Wait for every rank; return their values in rank order."""
@@ -58,6 +66,8 @@ class _Meeting:
         if self._broken is None:
             self._broken = reason
         self._changed.notify_all()
+        for part in self._parts:
+            part.abort(reason)
 
     def _await(self, met: Any, rank: int, key: Any, timeout_s: float) -> None:
         finite = timeout_s if timeout_s < threading.TIMEOUT_MAX else None
@@ -117,7 +127,7 @@ class ThreadComm(Comm):
         """Return the comm of the ranks that passed the same ``color``, in the same order."""
         colors = self.all_gather_object(color)
         members = [rank for rank, other in enumerate(colors) if other == color]
-        mine = _Meeting(len(members)) if self.rank == members[0] else None
+        mine = self._meeting.part(len(members)) if self.rank == members[0] else None
         meeting = self._enter("split()", mine, None)[members[0]]
         self._leave(None)
         return ThreadComm(members.index(self.rank), meeting, timeout_s=self.timeout_s)

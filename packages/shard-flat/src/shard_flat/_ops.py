@@ -110,7 +110,9 @@ def _listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _unwrap(func: Any, value: Any, heads: Sequence[Any]) -> Any:
     if isinstance(value, ShardTensor):
-        raise RuntimeError(f"{value.spec.name}: {func} takes a list of ShardTensors or a plain scalar")
+        raise RuntimeError(
+            f"{value.spec.name}: {func} takes a list of ShardTensors or a plain scalar"
+        )
     if not isinstance(value, (list, tuple)):
         return value
     if value is heads:
@@ -159,6 +161,25 @@ def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shar
     return tensor.like(torch.empty_like(tensor._local_tensor, **kwargs))
 
 
+def _index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = number``, where the mask is cut as ``x`` is."""
+    target, indices, number = args[:3]
+    mask = indices[0] if len(indices) == 1 else None
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    if not (
+        isinstance(target, ShardTensor)
+        and isinstance(mask, ShardTensor)
+        and mask.dtype == torch.bool
+        and not isinstance(number, ShardTensor)
+        and number.numel() == 1
+        and not accumulate
+    ):
+        raise no_meaning(func, args, kwargs)
+    target._local_tensor.masked_fill_(operand(func, mask, target), number.reshape(()))
+    mark_written([target])
+    return target
+
+
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``copy_`` from a piece of the same range, or from a plain tensor of the global shape."""
     target, source = args[0], args[1]
@@ -195,6 +216,7 @@ _HANDLERS: dict[Any, _Handler] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.new_empty_strided.default: _new_empty,
+    aten.index_put_.default: _index_put,
     aten.copy_.default: _copy,
     aten._foreach_copy_.default: _foreach_copy,
     aten.sum.default: reductions.sum_all,

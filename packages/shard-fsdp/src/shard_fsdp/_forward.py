@@ -30,6 +30,7 @@ class ForwardRun:
         self._call: Call | None = None
         self._inputs: list[Node] = []
 
+    @torch._disable_dynamo
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Gather, let the modules see full parameters, cast the inputs.
 
@@ -57,6 +58,7 @@ class ForwardRun:
             self._inputs = watch_inputs(self._call, tensors)
         return args, kwargs
 
+    @torch._disable_dynamo
     def leave(self, output: Any) -> Any:
         """Let the modules see sharded parameters, watch the outputs, free what may be freed.
 
@@ -80,6 +82,7 @@ class ForwardRun:
             unit.reshard_after_forward()
         return output
 
+    @torch._disable_dynamo
     def fail(self) -> None:
         """Undo ``enter`` after an exception; the module stays usable. Local."""
         unit = self._unit

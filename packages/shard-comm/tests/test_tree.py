@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shard_comm import tree_sum
+from shard_comm._tree import tree_sum_rows
+
+
+def test_worked_example() -> None:
+    """Where float32 drops the one beside 1e8, the tree's order shows: left to right gives 1."""
+    terms = [torch.tensor([v]) for v in (1e8, 1.0, -1e8, 1.0)]
+    assert tree_sum(terms).item() == 0.0
+    assert (((terms[0] + terms[1]) + terms[2]) + terms[3]).item() == 1.0
+
+
+def test_neighbours_first_and_an_odd_one_moves_up() -> None:
+    """``((a + b) + (c + d)) + e``: only the last pair cancels before the small one is lost."""
+    a, b, c, d, e = (torch.tensor([v]) for v in (1e8, -1e8, 1.0, 1.0, 1e-8))
+    assert tree_sum([a, b, c, d, e]).item() == 2.0
+    assert tree_sum([c, a, b]).item() == 0.0
+    assert tree_sum([a, b, c]).item() == 1.0
+
+
+def test_one_term_is_copied() -> None:
+    term = torch.ones(2)
+    result = tree_sum([term])
+    assert result.tolist() == [1.0, 1.0]
+    assert result.data_ptr() != term.data_ptr()
+
+
+def test_terms_stay_and_out_may_be_one_of_them() -> None:
+    terms = [torch.full((2,), float(i)) for i in range(5)]
+    assert tree_sum(terms).tolist() == [10.0, 10.0]
+    assert [t[0].item() for t in terms] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert tree_sum(terms, out=terms[3]) is terms[3]
+    assert [t[0].item() for t in terms] == [0.0, 1.0, 2.0, 10.0, 4.0]
+    pair = [torch.ones(1), torch.ones(1)]
+    assert tree_sum(pair, out=pair[1]).item() == 2.0
+
+
+def test_no_terms() -> None:
+    with pytest.raises(ValueError, match="at least one term, got none"):
+        tree_sum([])
+
+
+@given(
+    st.integers(1, 9),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    st.integers(0, 2**31),
+)
+def test_rows_are_added_in_the_same_tree(count: int, dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = (torch.randn(count, 17, generator=generator) * 1000).to(dtype)
+    expected = tree_sum(list(rows))
+    assert torch.equal(tree_sum_rows(rows), expected)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**31))
+def test_a_tree_over_groups_of_two_to_the_n_is_the_tree_over_all(
+    low: int, high: int, seed: int
+) -> None:
+    """What lets ranks be the low levels and microbatches the high ones: same bits either way."""
+    generator = torch.Generator().manual_seed(seed)
+    terms = list(torch.randn(2**low * high, 9, generator=generator))
+    groups = [tree_sum(terms[i : i + 2**low]) for i in range(0, len(terms), 2**low)]
+    assert torch.equal(tree_sum(groups), tree_sum(terms))

@@ -1,0 +1,196 @@
+"""Time AdamW and clipping on sharded parameters against torch, in one run.
+
+    python tools/bench_optim.py [--numel N] [--tiny N] [--rounds N] [--json PATH]
+
+Two ranks are two processes over Gloo with one thread each. Ours and the reference take turns in
+every round; a round lasts as long as its slower rank, and the ratio is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from shard_comm import Comm
+from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
+from shard_optim import AdamW, clip_grad_norm_
+from shard_testing import run_ranks
+
+_WORLD_SIZE = 2
+_TINY_NUMEL = 64
+_HYPER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: What is measured.
+        reference: What it is measured against.
+        ours_ms: Median time of a round.
+        reference_ms: Median time of a round of the reference.
+        ratio: Median over rounds of ours divided by the reference.
+        target: What the ratio is to stay below; None where nothing is promised.
+    """
+
+    name: str
+    reference: str
+    ours_ms: float
+    reference_ms: float
+    ratio: float
+    target: float | None
+
+
+def sharded_params(comm: Comm, shapes: Sequence[tuple[int, ...]]) -> list[ShardTensor]:
+    """Return parameters with gradients, both views of one flat buffer, as a runtime makes them."""
+    specs = [ParamSpec(f"p{i}", shape, torch.float32) for i, shape in enumerate(shapes)]
+    layout = plan_layout(specs, comm.size)
+    shard, grads = torch.randn(layout.shard_numel), torch.randn(layout.shard_numel)
+    params: list[ShardTensor] = []
+    for piece, start in zip(layout.pieces(comm.rank), layout.starts, strict=True):
+        own = slice(piece.offset, piece.offset + piece.numel)
+        spec = ShardSpec(
+            piece.spec.name, piece.spec.shape, piece.start, piece.stop, start, layout.shard_numel
+        )
+        param = nn.Parameter(ShardTensor(shard[own], spec, comm=comm))
+        assert isinstance(param, ShardTensor)
+        param.grad = param.like(grads[own])
+        params.append(param)
+    return params
+
+
+def model_shapes(numel: int) -> list[tuple[int, ...]]:
+    """Return shapes like those of a decoder of about ``numel`` elements: matrices and vectors."""
+    width = 512
+    block = [(width, width)] * 4 + [(4 * width, width)] * 2 + [(width, 4 * width)]
+    per_block = sum(rows * columns for rows, columns in block) + 2 * width
+    blocks = max(numel // per_block, 1)
+    return [*block, (width,), (width,)] * blocks
+
+
+def compare(
+    comm: Comm, ours: Callable[[], Any], reference: Callable[[], Any], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Return seconds per round of the slower rank, after two rounds that do not count."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds + 2):
+        for call, seconds in zip((ours, reference), times, strict=True):
+            comm.barrier()
+            began = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - began)
+    everyone = comm.all_gather_object(times)
+    slowest = [
+        [max(each) for each in zip(*side, strict=True)] for side in zip(*everyone, strict=True)
+    ]
+    return slowest[0][2:], slowest[1][2:]
+
+
+def row(
+    name: str, reference: str, times: tuple[list[float], list[float]], *, target: float | None
+) -> Row:
+    """Summarise the rounds of one comparison."""
+    ratios = [ours / theirs for ours, theirs in zip(*times, strict=True)]
+    ours, theirs = (1e3 * statistics.median(side) for side in times)
+    return Row(name, reference, ours, theirs, statistics.median(ratios), target)
+
+
+def bench_rank(comm: Comm, numel: int, tiny: int, rounds: int) -> list[Row]:
+    """Measure every row on this rank. Collective."""
+    return [*bench_large(comm, numel, rounds), *bench_tiny(comm, tiny, rounds)]
+
+
+def bench_large(comm: Comm, numel: int, rounds: int) -> list[Row]:
+    """Compare with torch on one flat tensor of the same bytes per rank."""
+    params = sharded_params(comm, model_shapes(numel))
+    held = sum(param.local.numel() for param in params)
+    total = sum(param.numel() for param in params)
+    flat = nn.Parameter(torch.randn(held))
+    flat.grad = torch.randn(held)
+    ours, theirs = AdamW(params, **_HYPER), torch.optim.AdamW([flat], fused=True, **_HYPER)
+    what = f"{total / 1e6:.0f}M elements on {comm.size} ranks"
+    stepped = compare(comm, ours.step, theirs.step, rounds)
+    clipped = compare(
+        comm,
+        lambda: clip_grad_norm_(params, 1e9),
+        lambda: torch.nn.utils.clip_grad_norm_([flat], 1e9),
+        rounds,
+    )
+    return [
+        row(f"AdamW, {what}", "torch fused, one flat tensor", stepped, target=1.05),
+        row(f"clip, {what}", "torch, one flat tensor, float32, local", clipped, target=None),
+    ]
+
+
+def bench_tiny(comm: Comm, count: int, rounds: int) -> list[Row]:
+    """Compare with torch on the DTensors of its own fully_shard."""
+    params = sharded_params(comm, [(_TINY_NUMEL,)] * count)
+    mesh = init_device_mesh("cpu", (comm.size,))
+    module = nn.ParameterList([nn.Parameter(torch.randn(_TINY_NUMEL)) for _ in range(count)])
+    holder = nn.Module()
+    holder.tiny = module
+    fully_shard(holder, mesh=mesh)
+    dtensors = list(holder.parameters())
+    for dtensor in dtensors:
+        dtensor.grad = torch.ones_like(dtensor)
+    ours, theirs = AdamW(params, **_HYPER), torch.optim.AdamW(dtensors, fused=True, **_HYPER)
+    what = f"{count} parameters of {_TINY_NUMEL}"
+    stepped = compare(comm, ours.step, theirs.step, rounds)
+    clipped = compare(
+        comm,
+        lambda: clip_grad_norm_(params, 1e9),
+        lambda: torch.nn.utils.clip_grad_norm_(dtensors, 1e9),
+        rounds,
+    )
+    return [
+        row(f"AdamW, {what}", "torch fused, DTensors", stepped, target=0.25),
+        row(f"clip, {what}", "torch, DTensors", clipped, target=None),
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Lay rows out for a terminal or a Markdown page."""
+    lines = ["| measured | against | ours, ms | theirs, ms | ratio | target |", "|" + "---|" * 6]
+    for each in rows:
+        target = "" if each.target is None else f"<= {each.target:g}"
+        lines.append(
+            f"| {each.name} | {each.reference} | {each.ours_ms:.2f} | {each.reference_ms:.2f} | "
+            f"{each.ratio:.3f} | {target} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison; exit status 1 if a target was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--numel", type=int, default=69_000_000, help="elements of the large model")
+    parser.add_argument("--tiny", type=int, default=2000, help="number of tiny parameters")
+    parser.add_argument("--rounds", type=int, default=21, help="rounds that count")
+    parser.add_argument("--json", type=Path, help="where to write the rows besides")
+    options = parser.parse_args(argv)
+    if min(options.numel, options.tiny, options.rounds) < 1:
+        parser.error("--numel, --tiny and --rounds must be at least 1")
+    arguments = (options.numel, options.tiny, options.rounds)
+    rows: list[Row] = run_ranks(bench_rank, _WORLD_SIZE, *arguments, timeout_s=1200)[0]
+    print(table(rows))
+    if options.json is not None:
+        text = json.dumps([asdict(each) for each in rows], indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 1 if any(r.target is not None and r.ratio > r.target for r in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
