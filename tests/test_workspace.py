@@ -14,7 +14,7 @@ import yaml
 
 import ci_matrix
 import versions
-from _imports import Import, read_imports
+from _imports import Import, parse_imports, read_imports
 from _readme import read_blocks
 from _workspace import Member, read_workspace
 
@@ -65,11 +65,14 @@ def test_sources_import_only_what_is_declared(package: Member) -> None:
 
 
 @each_package
-def test_sources_import_all_that_is_declared(package: Member) -> None:
+def test_all_that_is_declared_is_needed(package: Member) -> None:
+    """By the sources, or by the example with which the package is introduced."""
     declared = {_importable(r.name) for r in package.requirements}
     if package.name == versions.META:  # its purpose is to pin the members, imported or not
         declared -= {m.import_name for m in WORKSPACE.members}
-    assert declared - {i.package for i in _outside(package)} == set()
+    readme = package.path / "README.md"
+    needed = _outside(package) + parse_imports(read_blocks(readme, "python")[0].code, readme)
+    assert declared - {i.package for i in needed} == set()
 
 
 @each_package

@@ -33,10 +33,14 @@ def read_imports(folder: Path) -> list[Import]:
     """Return the absolute imports of all Python files below `folder`."""
     found: list[Import] = []
     for path in sorted(folder.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        for node, eager in _walk(tree, eager=True):
-            found += (Import(p, path, node.lineno, eager) for p in _packages(node))
+        found += parse_imports(path.read_text(encoding="utf-8"), path)
     return found
+
+
+def parse_imports(code: str, path: Path) -> list[Import]:
+    """Return the absolute imports of some code, which is or belongs to the file `path`."""
+    nodes = _walk(ast.parse(code, str(path)), eager=True)
+    return [Import(p, path, node.lineno, eager) for node, eager in nodes for p in _packages(node)]
 
 
 def _walk(node: ast.AST, *, eager: bool) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:

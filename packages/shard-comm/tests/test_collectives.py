@@ -6,7 +6,6 @@ import gc
 import math
 import weakref
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -43,9 +42,9 @@ def check_gather(comm: Comm) -> None:
         mine = torch.tensor([10 * comm.rank, 10 * comm.rank + 1]).to(dtype)
         out = torch.zeros(2 * comm.size).to(dtype)
         comm.all_gather(out, mine)
-        assert torch.equal(out.to(torch.complex64), torch.tensor(expected).to(dtype).cfloat()), (
-            dtype
-        )
+        assert torch.equal(
+            out.to(torch.complex64), torch.tensor(expected).to(dtype).to(torch.complex64)
+        ), dtype
     rows = torch.zeros(comm.size, 2)
     comm.all_gather(rows, torch.tensor([[10.0 * comm.rank, 10.0 * comm.rank + 1]]))
     assert rows.flatten().tolist() == expected
@@ -77,9 +76,9 @@ def check_all_to_all(comm: Comm) -> None:
         inp = torch.tensor([10 * comm.rank + s for s in range(comm.size)]).to(dtype)
         out = torch.zeros_like(inp)
         comm.all_to_all(out, inp)
-        assert torch.equal(out.to(torch.complex64), torch.tensor(expected).to(dtype).cfloat()), (
-            dtype
-        )
+        assert torch.equal(
+            out.to(torch.complex64), torch.tensor(expected).to(dtype).to(torch.complex64)
+        ), dtype
 
 
 def check_reduce(comm: Comm) -> None:
@@ -320,9 +319,14 @@ def check_late_rank(comm: Comm) -> None:
         comm.all_reduce(tensor)
 
 
-def stay_away(comm: Comm) -> Any:
-    if comm.rank == 1:
-        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=60))
+def stay_away(comm: Comm) -> None:
+    """Rank 1 never comes; over Gloo it is rank 0 that keeps the list."""
+    store = dist.distributed_c10d._get_default_store()
+    if comm.rank == 2:
+        with pytest.raises(RuntimeError, match=r"barrier\(\) failed on rank 2 of 3 \(limit 0"):
+            comm.barrier(timeout_s=0.5)
+    if comm.rank > 0:
+        store.wait(["never"], timedelta(seconds=60))
     comm.barrier(timeout_s=0.5)
 
 

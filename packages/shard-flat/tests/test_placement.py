@@ -32,11 +32,11 @@ def test_ranges_outside_of_the_parameter_are_refused(start: int, stop: int) -> N
         ShardSpec("b", (2, 3), start, stop, 0, 8)
 
 
-def test_ragged_is_neither_of_torchs_placements() -> None:
+def test_ragged_is_a_partial_sum_to_torch() -> None:
     placement = Ragged(2, 5)
     assert not placement.is_shard()
     assert not placement.is_replicate()
-    assert not placement.is_partial()
+    assert placement.is_partial()
     assert repr(placement) == "Ragged(2, 5)"
 
 

@@ -1,4 +1,4 @@
-"""torch.compile of blocks and of the whole model: same values, one graph, nothing compiled twice."""
+"""torch.compile of blocks and of the whole model: same values, one graph for all steps."""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ class _Meeting:
     def enter(self, rank: int, key: Any, value: Any, timeout_s: float) -> list[Any]:
         """Wait for every rank; return their values in rank order."""
         with self._changed:
-            if rank in self._arrived and self._broken is None:
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
+            if rank in self._arrived:
                 first = self._arrived[rank][0]
                 self._break(f"rank {rank} of {self.size} calls {key} while it is still in {first}")
             self._arrived[rank] = (key, value)
@@ -72,6 +74,8 @@ class _Meeting:
     def _await(self, met: Any, rank: int, key: Any, timeout_s: float) -> None:
         finite = timeout_s if timeout_s < threading.TIMEOUT_MAX else None
         done = self._changed.wait_for(lambda: self._broken is not None or met(), finite)
+        if met():  # what all have come to is done, whatever broke since
+            return
         if self._broken is not None:
             raise RuntimeError(self._broken)
         if not done:

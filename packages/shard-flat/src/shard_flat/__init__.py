@@ -2,6 +2,7 @@
 
 from shard_flat._buffer import FullBuffer
 from shard_flat._layout import FlatLayout, ParamSpec, Piece, plan_layout
+from shard_flat._operands import adopt_cut
 from shard_flat._placement import Ragged, ShardSpec
 from shard_flat._protocol import GatherComm
 from shard_flat._tensor import ShardTensor, shard_tensor
@@ -15,6 +16,7 @@ __all__ = [
     "Ragged",
     "ShardSpec",
     "ShardTensor",
+    "adopt_cut",
     "plan_layout",
     "shard_tensor",
 ]

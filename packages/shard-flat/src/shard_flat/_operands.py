@@ -65,7 +65,11 @@ def operand(func: Any, value: Any, like: ShardTensor) -> Any:
         return value._local_tensor
     if not isinstance(value, torch.Tensor):
         return value
-    if not isinstance(value, DTensor):
+    if isinstance(value, DTensor):
+        adopt_cut(value, like)
+        if isinstance(value, ShardTensor):
+            return value._local_tensor
+    else:
         if value.numel() == 1 and value.ndim <= like.ndim:
             if value.ndim == 0 and like.ndim > 0:
                 return value
@@ -81,11 +85,16 @@ def operand(func: Any, value: Any, like: ShardTensor) -> Any:
 
 def own_range(func: Any, target: ShardTensor, source: Any) -> torch.Tensor:
     """Return the part of ``source`` that belongs in ``target``'s piece. Local."""
+    if isinstance(source, DTensor):
+        adopt_cut(source, target)
     if isinstance(source, ShardTensor):
         check_same_range(func, target, source)
         return source._local_tensor
     where = f"(rank {target.comm.rank} of {target.comm.size})"
     if isinstance(source, DTensor):
+        if _is_cut_like(source, target) and source._local_tensor.shape == target.shape:
+            # from_local() was given the whole tensor
+            return source._local_tensor.reshape(-1)[target.spec.start : target.spec.stop]
         raise RuntimeError(
             f"{target.spec.name}: {func} from a DTensor placed as {source.placements} {where}; "
             f"copy from its full_tensor() (all ranks)"
@@ -99,6 +108,30 @@ def own_range(func: Any, target: ShardTensor, source: Any) -> torch.Tensor:
         f"{target.spec.name}: expected a source of shape {tuple(target.shape)}, got "
         f"{tuple(plain.shape)} {where}"
     )
+
+
+def adopt_cut(tensor: DTensor, like: ShardTensor) -> None:
+    """Turn a DTensor that torch's ``distribute_tensor`` cut by our placement into a ShardTensor.
+
+    It happens in place: an optimizer keeps the very state that torch's
+    ``set_optimizer_state_dict`` gave it, and torch takes its placement for a sum that is still to
+    be added up.
+
+    Args:
+        tensor: placed like ``like``; others are left alone.
+        like: where name, ranges and comm come from.
+
+    **Collective**: local.
+    """
+    piece = tensor._local_tensor.reshape(-1)
+    if type(tensor) is DTensor and _is_cut_like(tensor, like) and piece.shape == like.local.shape:
+        tensor._local_tensor = piece
+        tensor.__class__ = ShardTensor
+        tensor.spec, tensor.comm = like.spec, like.comm  # type: ignore[attr-defined]
+
+
+def _is_cut_like(tensor: DTensor, like: ShardTensor) -> bool:
+    return tuple(tensor.placements) == tuple(like.placements) and tensor.shape == like.shape
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

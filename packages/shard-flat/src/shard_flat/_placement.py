@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch.distributed.tensor.placement_types import Placement
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial
+
+from shard_flat._protocol import GatherComm
 
 
 @dataclass(frozen=True)
@@ -50,18 +54,60 @@ class ShardSpec:
         return start, min(max(low + self.shard_numel, start), self.numel)
 
 
-class Ragged(Placement):
+class Ragged(Partial):
     """Placement of a contiguous element range, which may begin in the middle of a row.
+
+    To torch it is a partial sum: a tensor that is zero outside of the range adds up to the whole
+    over ranks. That is how torch's own ``distribute_tensor`` and ``DTensor.full_tensor`` can cut
+    and gather by it; no zeros are stored or sent.
 
     Args:
         start: first element of the flattened tensor held here.
         stop: one past the last.
+        spec: name, global shape and ranges, for gathering.
+        comm: the ranks that hold the other pieces, for gathering.
     """
 
-    def __init__(self, start: int, stop: int) -> None:
-        super().__init__()
+    def __new__(
+        cls,
+        start: int,
+        stop: int,
+        *,
+        spec: ShardSpec | None = None,
+        comm: GatherComm | None = None,
+    ) -> Ragged:
+        """Make a partial sum; torch builds placements in ``__new__``."""
+        made: Ragged = super().__new__(cls, "sum")  # type: ignore[call-arg]
+        return made
+
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        *,
+        spec: ShardSpec | None = None,
+        comm: GatherComm | None = None,
+    ) -> None:
+        super().__init__("sum")
         self.start = start
         self.stop = stop
+        self._spec = spec
+        self._comm = comm
+
+    def _partition_value(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int
+    ) -> torch.Tensor:
+        if mesh.size(mesh_dim) == 1:
+            return tensor.clone()  # on one rank torch takes the local tensor for the whole
+        return tensor.reshape(-1)[self.start : self.stop].clone()
+
+    def _reduce_value(self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
+        if self._spec is None or self._comm is None:
+            raise RuntimeError(
+                f"{self!r} was made by hand and does not know the other ranks' ranges; take the "
+                f"placements of a ShardTensor"
+            )
+        return gather_pieces(tensor, self._spec, self._comm)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ragged):
@@ -73,3 +119,31 @@ class Ragged(Placement):
 
     def __repr__(self) -> str:
         return f"Ragged({self.start}, {self.stop})"
+
+    __str__ = __repr__
+
+
+def gather_pieces(local: torch.Tensor, spec: ShardSpec, comm: GatherComm) -> torch.Tensor:
+    """Gather every rank's piece into a plain tensor of the global shape.
+
+    Args:
+        local: ``[stop - start]``, this rank's piece.
+        spec: name, global shape and ranges.
+        comm: the ranks that hold the other pieces.
+
+    **Collective**: all ranks of ``comm``. **Memory**: up to twice the full tensor, for the call.
+    """
+    if comm.size == 1:
+        return local.clone().view(spec.shape)
+    ranges = [spec.range_of(rank) for rank in range(comm.size)]
+    longest = max(stop - start for start, stop in ranges)
+    if longest == 0:
+        return local.new_empty(spec.shape)
+    send = local.new_zeros(longest)
+    send[: local.numel()].copy_(local)
+    received = local.new_empty(comm.size * longest)
+    comm.all_gather(received, send)
+    rows = received.view(comm.size, longest)
+    return torch.cat(
+        [rows[rank, : stop - start] for rank, (start, stop) in enumerate(ranges)]
+    ).view(spec.shape)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shard_flat._layout import ParamSpec, plan_layout
-from shard_flat._placement import Ragged, ShardSpec
+from shard_flat._placement import Ragged, ShardSpec, gather_pieces
 from shard_flat._protocol import GatherComm
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ShardTensor(DTensor):
             )
         dtensor_spec = DTensorSpec(
             mesh if mesh is not None else mesh_of(comm, local.device.type),
-            (Ragged(spec.start, spec.stop),),
+            (Ragged(spec.start, spec.stop, spec=spec, comm=comm),),
             tensor_meta=TensorMeta(
                 torch.Size(spec.shape), _contiguous_strides(spec.shape), local.dtype
             ),
@@ -148,13 +148,19 @@ class ShardTensor(DTensor):
         )
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Return this rank's piece ``[stop - start]``, differentiable where gradients are on."""
+        """Return this rank's piece ``[stop - start]``, differentiable where gradients are on.
+
+        The result is a plain tensor in all but one respect: its ``copy_`` also takes a tensor of
+        the global shape and copies the own range, as programs written for FSDP2 expect.
+        """
         if grad_placements is not None:
             raise ValueError(f"{self.spec.name}: to_local() takes no grad_placements")
         if torch.is_grad_enabled() and self.requires_grad:
             local: torch.Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
             return local
-        return self._local_tensor
+        piece = self._local_tensor.as_subclass(_Piece)
+        piece.spec = self.spec
+        return piece
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Gather the whole tensor in its global shape, differentiable where gradients are on.
@@ -273,25 +279,6 @@ def shard_tensor(full: torch.Tensor, *, comm: GatherComm, name: str = "tensor") 
     return ShardTensor(local, spec, comm=comm, requires_grad=full.requires_grad)
 
 
-def gather_full(tensor: ShardTensor) -> torch.Tensor:
-    """Gather every rank's piece into a plain tensor of the global shape. Collective."""
-    spec, comm, local = tensor.spec, tensor.comm, tensor.local
-    if comm.size == 1:
-        return local.clone().view(spec.shape)
-    ranges = [spec.range_of(rank) for rank in range(comm.size)]
-    longest = max(stop - start for start, stop in ranges)
-    if longest == 0:
-        return local.new_empty(spec.shape)
-    send = local.new_zeros(longest)
-    send[: local.numel()].copy_(local)
-    received = local.new_empty(comm.size * longest)
-    comm.all_gather(received, send)
-    rows = received.view(comm.size, longest)
-    return torch.cat(
-        [rows[rank, : stop - start] for rank, (start, stop) in enumerate(ranges)]
-    ).view(spec.shape)
-
-
 def _make(
     local: torch.Tensor,
     spec: ShardSpec,
@@ -315,6 +302,18 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+class _Piece(torch.Tensor):
+    """What ``to_local`` returns: results of operations on it are plain tensors."""
+
+    spec: ShardSpec
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if source.shape != self.shape and tuple(source.shape) == self.spec.shape:
+            source = source.reshape(-1)[self.spec.start : self.spec.stop]
+        return super().copy_(source, non_blocking)
+
+
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
@@ -331,7 +330,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
         ctx.source = tensor.detach()
-        return gather_full(tensor)
+        return gather_pieces(tensor.local, tensor.spec, tensor.comm)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardTensor:

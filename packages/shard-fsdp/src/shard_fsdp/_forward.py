@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo  # torch._dynamo.disable without importing it yet
 from torch.autograd.graph import Node
 
 from shard_fsdp._boundary import Call, watch_inputs, watch_outputs
@@ -30,7 +31,7 @@ class ForwardRun:
         self._call: Call | None = None
         self._inputs: list[Node] = []
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Gather, let the modules see full parameters, cast the inputs.
 
@@ -58,7 +59,7 @@ class ForwardRun:
             self._inputs = watch_inputs(self._call, tensors)
         return args, kwargs
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def leave(self, output: Any) -> Any:
         """Let the modules see sharded parameters, watch the outputs, free what may be freed.
 
@@ -82,7 +83,7 @@ class ForwardRun:
             unit.reshard_after_forward()
         return output
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def fail(self) -> None:
         """Undo ``enter`` after an exception; the module stays usable. Local."""
         unit = self._unit

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, overload
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from shard_comm import Comm, comm_for
+from shard_fsdp._bridge import watch_optimizers
 from shard_fsdp._module import FSDPModule, wrap_class
 from shard_fsdp._params import ManagedParam, collect_params, mark_taken
 from shard_fsdp._policy import MixedPrecisionPolicy, OffloadPolicy
@@ -21,6 +24,7 @@ from shard_wrap import Policy, plan_units
 Mesh: TypeAlias = "DeviceMesh | Comm | tuple[Comm, Comm]"
 PlacementFn: TypeAlias = "Callable[[nn.Parameter], Shard | int | None]"
 
+_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 _ONE_DTYPE = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
@@ -105,13 +109,14 @@ def fully_shard(
     """
     modules = module if isinstance(module, list) else [module]
     _check_modules(modules)
+    watch_optimizers()
     comm, replicas = _comms_of(mesh)
     reshard, part_comm = _reshard_setting(reshard_after_forward, comm)
     config = UnitConfig(
         comm=comm,
         replicas=replicas,
         part_comm=part_comm,
-        mesh=mesh if isinstance(mesh, DeviceMesh) and mesh.ndim == 1 else None,
+        mesh=_mesh_of(mesh, comm),
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         reshard_after_forward=reshard,
@@ -194,12 +199,32 @@ def _comms_of(mesh: Any) -> tuple[Comm, Comm | None]:
         replicate, shard = mesh
         return comm_for(shard), comm_for(replicate)
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
-        names = mesh.mesh_dim_names
-        if names is None:
-            raise ValueError(f"expected a 2-D mesh with mesh_dim_names, got {mesh}")
+        names = _dim_names(mesh)
         replicas = comm_for(mesh[names[0]])
         return comm_for(mesh[names[1]]), replicas if replicas.size > 1 else None
     return comm_for(mesh), None
+
+
+def _mesh_of(mesh: Any, comm: Comm) -> DeviceMesh | None:
+    """The mesh that sharded parameters report, with a process group where there is one."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh if mesh.ndim == 1 else mesh[_dim_names(mesh)[1]]
+    group = getattr(comm, "group", None)
+    if mesh is None and group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        return None  # ShardTensor makes one without groups
+    found = _meshes.get(group)
+    if found is None:
+        found = _meshes[group] = DeviceMesh.from_group(group, comm.device.type)
+    return found
+
+
+def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(f"expected a 2-D mesh with mesh_dim_names, got {mesh}")
+    return names
 
 
 def _reshard_setting(setting: bool | int | None, comm: Comm) -> tuple[bool | None, Comm | None]:

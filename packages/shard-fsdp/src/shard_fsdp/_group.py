@@ -193,8 +193,9 @@ class ParamGroup:
             found.spec = old.spec
             self.sharded_params[index] = found
         else:
-            piece = found.detach().reshape(-1)[old.spec.start : old.spec.stop].clone()
+            piece = torch.empty_like(old.local, dtype=found.dtype, device=self.context.device)
             tensor = ShardTensor(piece, old.spec, comm=self.comm, mesh=self.context.mesh)
+            tensor.copy_(found.detach())
             self.sharded_params[index] = cast(
                 ShardTensor, nn.Parameter(tensor, found.requires_grad)
             )

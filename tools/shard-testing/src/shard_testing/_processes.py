@@ -42,7 +42,7 @@ def run_ranks(
 
     Raises:
         RuntimeError: a rank raised (the first one's traceback is in the message) or died.
-        TimeoutError: some ranks did not finish in time; each printed its stack to stderr.
+        TimeoutError: some ranks did not finish in time; where each of them stood is in the message.
         ValueError: ``world_size`` is below 1, or a new process could not find ``fn``.
     """
     if world_size < 1:
@@ -55,13 +55,14 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
-                job = (_locate(fn), rank, world_size, f"{folder}/store", args, timeout_s)
+                _stack_file(Path(folder), rank).touch()
+                job = (_locate(fn), rank, world_size, folder, args, timeout_s)
                 process = context.Process(target=_run_rank, args=(theirs, job), daemon=True)
                 process.start()
                 theirs.close()
                 pipes[ours] = rank
                 processes.append(process)
-            return _collect(pipes, processes, time.monotonic() + timeout_s)
+            return _collect(pipes, processes, timeout_s=timeout_s, folder=Path(folder))
         finally:
             for process in processes:
                 process.kill()
@@ -69,15 +70,25 @@ def run_ranks(
 
 
 def _collect(
-    pipes: dict[Connection, int], processes: Sequence[BaseProcess], deadline: float
+    pipes: dict[Connection, int],
+    processes: Sequence[BaseProcess],
+    *,
+    timeout_s: float,
+    folder: Path,
 ) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
     world_size = len(processes)
     results: list[Any] = [None] * world_size
     waiting = dict(pipes)
     while waiting:
         ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
         if not ready:
-            raise TimeoutError(f"ranks {sorted(waiting.values())} of {world_size} did not finish")
+            ranks = sorted(waiting.values())
+            stacks = [_stack_file(folder, rank).read_text(encoding="utf-8") for rank in ranks]
+            raise TimeoutError(
+                f"ranks {ranks} of {world_size} did not finish within {timeout_s:g} s\n"
+                + "\n".join(stacks)
+            )
         failures: list[tuple[float, int, str]] = []
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -94,6 +105,10 @@ def _collect(
             _, rank, value = min(failures)
             raise RuntimeError(f"rank {rank} of {world_size} failed:\n{value}")
     return results
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}"
 
 
 def _cause_of_death(process: BaseProcess) -> str:
@@ -134,13 +149,14 @@ def _run_rank(pipe: Connection, job: tuple[Any, ...]) -> None:
 
     from shard_comm import comm_for
 
-    where, rank, world_size, store, args, timeout_s = job
-    faulthandler.dump_traceback_later(max(timeout_s - 2, 1), exit=False)
+    where, rank, world_size, folder, args, timeout_s = job
+    stack = _stack_file(Path(folder), rank).open("w", encoding="utf-8")
+    faulthandler.dump_traceback_later(max(timeout_s - 2, timeout_s / 2), file=stack)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
+            init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
