@@ -276,6 +276,25 @@ def test_replaced_parameter_memory_is_seen() -> None:
     torch.testing.assert_close(old, torch.full((16,), -0.1))
 
 
+def test_a_parameter_that_changes_under_its_state_is_refused() -> None:
+    """The kernel goes by addresses and would read past the end of the moments."""
+    other, param = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(32))
+    optimizer = AdamW([{"params": [other]}, {"params": [param]}], lr=0.1)
+    other.grad, param.grad = torch.ones(16), torch.ones(32)
+    optimizer.step()
+    before = other.detach().clone()
+    for data in (param.data[:16], torch.zeros(64), torch.zeros(32, dtype=torch.bfloat16)):
+        param.grad = None
+        param.data = data
+        param.grad = torch.ones_like(param)
+        with pytest.raises(ValueError, match=r"^1\.0: expected exp_avg of shape .*under its state"):
+            optimizer.step()
+        assert torch.equal(other, before)
+    optimizer.state.pop(param)
+    optimizer.step()
+    assert not torch.equal(other, before)
+
+
 def test_replaced_or_edited_state_is_seen() -> None:
     """Whoever resets an optimizer by its state, whole or in part, gets what he asked for."""
     param = nn.Parameter(torch.zeros(16))
@@ -315,13 +334,13 @@ def test_an_edited_counter_moves_no_other_parameters() -> None:
 
 def test_state_of_other_strides_is_brought_into_line() -> None:
     param = nn.Parameter(torch.zeros(4, 8).t())
-    param.grad = torch.zeros(8, 4)
+    moment = torch.arange(32.0).view(8, 4)
+    param.grad = moment.clone()
     optimizer = AdamW([param], lr=0.1)
     optimizer.step()
-    moment = torch.arange(32.0).view(8, 4)
     optimizer.state[param]["exp_avg"] = moment.clone()
     optimizer.step()
-    torch.testing.assert_close(optimizer.state[param]["exp_avg"], moment * 0.9)
+    torch.testing.assert_close(optimizer.state[param]["exp_avg"], moment)  # 0.9 m + 0.1 m
 
 
 def test_copies_of_an_optimizer_step_on_their_own() -> None:

@@ -68,6 +68,7 @@ def test_neighbours_that_do_not_join() -> None:
     assert find_runs([[buffer[0:4], buffer[4:8].view(torch.int32)]]) == [[0], [1]]  # dtype
     assert find_runs([[buffer[0:4:2], buffer[4:8]]]) == [[0], [1]]  # holes
     assert find_runs([[buffer[0:4], buffer[0:4]]]) == [[0], [1]]  # the same memory
+    assert find_runs([[buffer[0:4:2], buffer[2:6:2]]]) == [[0], [1]]
     halves = [buffer[0:4], buffer[4:8]]
     assert find_runs([halves, halves[::-1]]) == [[0], [1]]  # one column runs backwards
 

@@ -183,7 +183,7 @@ def test_a_state_dict_shares_memory(make_params: MakeParams, give_grads: GiveGra
     state = optimizer.state_dict()["state"]
     state["p1"]["exp_avg"].fill_(1.0)
     state["p1"]["exp_avg_sq"].fill_(4.0)
-    state["p1"]["step"].fill_(1000)
+    state["p1"]["step"].numpy().fill(1000)  # unseen by autograd
     optimizer.step()
     assert [float(optimizer.state[p]["step"]) for p in params] == [2, 1001]
     assert params[0].local.eq(0).all()

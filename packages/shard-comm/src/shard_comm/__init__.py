@@ -5,12 +5,14 @@ from shard_comm._group import GroupComm
 from shard_comm._pick import comm_for
 from shard_comm._recorded import OpRecord, Recorded
 from shard_comm._solo import SoloComm
+from shard_comm._staged import HostStaged
 from shard_comm._thread import ThreadComm
 from shard_comm._tree import tree_sum
 
 __all__ = [
     "Comm",
     "GroupComm",
+    "HostStaged",
     "OpRecord",
     "Recorded",
     "SoloComm",

@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shard_comm._comm import Comm
 from shard_comm._group import GroupComm
 from shard_comm._solo import SoloComm
+from shard_comm._staged import HostStaged
 
 # A comm holds its group, so a group lives no longer than the last comm of it.
-_comms: WeakValueDictionary[tuple[dist.ProcessGroup, torch.device], GroupComm] = (
-    WeakValueDictionary()
-)
+_comms: WeakValueDictionary[tuple[dist.ProcessGroup, torch.device], Comm] = WeakValueDictionary()
 
 
 def comm_for(
@@ -31,7 +30,8 @@ def comm_for(
         device: where tensors live; by default what the group's backend serves.
 
     Returns:
-        A SoloComm for one rank, else a GroupComm. The same group gives the same comm.
+        A SoloComm for one rank, else a GroupComm, through host memory where the backend does not
+        serve the device. The same group gives the same comm.
 
     Raises:
         ValueError: the mesh has more than one dimension, or this process is not part of the mesh
@@ -66,13 +66,17 @@ def comm_for(
         raise TypeError(
             f"expected a Comm, DeviceMesh, ProcessGroup or None, got {type(mesh_or_group).__name__}"
         )
-    served = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-    place = _with_index(device or served)
+    on_device = "nccl" in dist.get_backend(group)
+    place = _with_index(device or ("cuda" if on_device else "cpu"))
     if dist.get_world_size(group) == 1:
         return SoloComm(place)
     comm = _comms.get((group, place))
     if comm is None:
-        comm = _comms[group, place] = GroupComm(group, device=place)
+        if place.type == "cuda" and not on_device:
+            comm = HostStaged(GroupComm(group, device="cpu"), place)
+        else:
+            comm = GroupComm(group, device=place)
+        _comms[group, place] = comm
     return comm
 
 

@@ -8,7 +8,11 @@ import torch
 
 
 class GatherComm(Protocol):
-    """The collectives behind norms, sums and ``full_tensor()``; every ``shard_comm.Comm`` fits."""
+    """The collectives behind norms, sums and ``full_tensor()``; every ``shard_comm.Comm`` fits.
+
+    One object stands for one set of ranks: it is told apart by identity (so it must be hashable)
+    and referred to weakly.
+    """
 
     @property
     def rank(self) -> int:

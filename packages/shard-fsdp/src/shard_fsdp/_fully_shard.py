@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from shard_comm import Comm, comm_for
+from shard_comm import Comm, GroupComm, comm_for
 from shard_fsdp._bridge import watch_optimizers
 from shard_fsdp._module import FSDPModule, wrap_class
 from shard_fsdp._params import ManagedParam, collect_params, mark_taken
@@ -110,7 +110,7 @@ def fully_shard(
     modules = module if isinstance(module, list) else [module]
     _check_modules(modules)
     watch_optimizers()
-    comm, replicas = _comms_of(mesh)
+    comm, replicas = _comms_of(mesh, _device_of(modules))
     reshard, part_comm = _reshard_setting(reshard_after_forward, comm)
     config = UnitConfig(
         comm=comm,
@@ -193,7 +193,16 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def _comms_of(mesh: Any) -> tuple[Comm, Comm | None]:
+def _device_of(modules: Sequence[nn.Module]) -> torch.device | None:
+    """The accelerator that parameters are on already, if any."""
+    for module in modules:
+        for param in module.parameters():
+            if param.device.type not in ("cpu", "meta"):
+                return param.device
+    return None
+
+
+def _comms_of(mesh: Any, device: torch.device | None) -> tuple[Comm, Comm | None]:
     """The comms to shard and to replicate over."""
     if isinstance(mesh, tuple):
         replicate, shard = mesh
@@ -202,14 +211,14 @@ def _comms_of(mesh: Any) -> tuple[Comm, Comm | None]:
         names = _dim_names(mesh)
         replicas = comm_for(mesh[names[0]])
         return comm_for(mesh[names[1]]), replicas if replicas.size > 1 else None
-    return comm_for(mesh), None
+    return comm_for(mesh, device=device if mesh is None else None), None
 
 
 def _mesh_of(mesh: Any, comm: Comm) -> DeviceMesh | None:
     """The mesh that sharded parameters report, with a process group where there is one."""
     if isinstance(mesh, DeviceMesh):
         return mesh if mesh.ndim == 1 else mesh[_dim_names(mesh)[1]]
-    group = getattr(comm, "group", None)
+    group = comm.group if isinstance(comm, GroupComm) else None
     if mesh is None and group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:

@@ -111,19 +111,20 @@ class AdamW(Optimizer):
 
         Raises:
             ValueError: a gradient is sparse, or its dtype, kind or range is not that of its
-                parameter; nothing was changed.
+                parameter, or the parameter changed its shape or dtype under its state; nothing
+                was changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         work = [self._collect(group) for group in self.param_groups]  # all checked, none changed
-        for index, (group, (members, grads)) in enumerate(
-            zip(self.param_groups, work, strict=True)
-        ):
+        for index, (members, grads) in enumerate(work):
             plan = self._plans.get(index)
             if plan is None or not plan.holds(members, grads, self.state):
-                plan = self._plans[index] = make_plan(members, grads, self.state)
+                self._plans[index] = make_plan(members, grads, self.state, name_of=self._name_of)
+        for index, (group, (_, grads)) in enumerate(zip(self.param_groups, work, strict=True)):
+            plan = self._plans[index]
             plan.count()
             for lane in plan.lanes:
                 _update(lane, grads, group)

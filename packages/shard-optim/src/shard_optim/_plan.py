@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shard_optim._runs import find_runs, flat_piece, join, piece_of
-from shard_optim._slots import SLOTS, State, allocate_slots
+from shard_optim._slots import SLOTS, State, allocate_slots, check_slots
 from shard_optim._tails import Cut, Tails, plan_tails
 
 _KEYS = ("step", *SLOTS)
@@ -65,8 +65,7 @@ class StepPlan:
     """Flat tensors of one parameter group, valid while members and memory stay as they are.
 
     Attributes:
-        members: parameters that had a gradient when the plan was made.
-        addresses: where each one's piece was.
+        addresses: where the piece of each member was, a parameter that had a gradient.
         numels: elements of each one's piece.
         slots: each one's state tensors, the step counter first.
         lanes: calls of the kernel.
@@ -77,7 +76,6 @@ class StepPlan:
             must see the same change of version as the others, or they disagree on what is stale.
     """
 
-    members: list[torch.Tensor]
     addresses: list[int]
     numels: list[int]
     slots: list[list[torch.Tensor]]
@@ -93,15 +91,13 @@ class StepPlan:
         state: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> bool:
         """Whether the plan fits these members, their gradients and their state. Local."""
-        if len(members) != len(self.members) or not all(map(is_, members, self.members)):
-            return False
         if [piece_of(m).data_ptr() for m in members] != self.addresses:
             return False
         if [g.numel() for g in grads] != self.numels:
             return False
         if [_version_of(counter) for counter in self.counters] != self.versions:
             return False
-        for member, known in zip(members, self.slots, strict=True):
+        for member, known in zip(members, self.slots, strict=True):  # no state, no member
             own = state.get(member)
             if own is None or not all(map(is_, map(own.get, _KEYS), known)):
                 return False
@@ -115,7 +111,11 @@ class StepPlan:
 
 
 def make_plan(
-    members: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], state: State
+    members: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    state: State,
+    *,
+    name_of: Callable[[torch.Tensor], str],
 ) -> StepPlan:
     """Find runs and make the state that is missing.
 
@@ -123,9 +123,15 @@ def make_plan(
         members: parameters with a gradient.
         grads: this rank's piece of each gradient.
         state: the optimizer's; missing slots are added, step counters are moved into one tensor.
+        name_of: gives a parameter's name, for errors.
+
+    Raises:
+        ValueError: a parameter changed its shape or dtype under its state.
 
     **Collective**: local.
     """
+    for member in members:
+        check_slots(member, state.get(member, {}), name_of)
     allocate_slots(members, state)
     pieces = [flat_piece(member) for member in members]
     slots = {slot: [flat_piece(state[m][slot]) for m in members] for slot in SLOTS}
@@ -148,7 +154,6 @@ def make_plan(
         )
         lanes.append(lane)
     return StepPlan(
-        members=list(members),
         addresses=[piece.data_ptr() for piece in pieces],
         numels=[piece.numel() for piece in pieces],
         slots=[[state[member][key] for key in _KEYS] for member in members],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,35 @@ def allocate_slots(params: Sequence[torch.Tensor], state: State) -> None:
                 # The kernel goes by memory alone.
                 blank = torch.empty_like(param.detach(), memory_format=torch.preserve_format)
                 own[slot] = blank.copy_(own[slot])
+
+
+def check_slots(
+    param: torch.Tensor, own: Mapping[str, Any], name_of: Callable[[torch.Tensor], str]
+) -> None:
+    """Check that moments that are there fit their parameter; the kernel would not.
+
+    Args:
+        param: the parameter.
+        own: its state.
+        name_of: gives its name, for errors.
+
+    Raises:
+        ValueError: a moment's shape, dtype or range is not the parameter's.
+
+    **Collective**: local.
+    """
+    piece = piece_of(param)
+    for slot in SLOTS:
+        value = own.get(slot)
+        if value is None:
+            continue
+        there = piece_of(value)
+        if there.shape != piece.shape or there.dtype != piece.dtype:
+            raise ValueError(
+                f"{name_of(param)}: expected {slot} of shape {tuple(piece.shape)} and "
+                f"{piece.dtype}, got {tuple(there.shape)} and {there.dtype}; the parameter changed "
+                f"under its state, make a new optimizer"
+            )
 
 
 def _allocate_together(members: Sequence[torch.Tensor], state: State) -> None:

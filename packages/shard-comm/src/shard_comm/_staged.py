@@ -1,0 +1,74 @@
+"""Accelerator tensors over a transport that moves host memory only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shard_comm._comm import Comm, Work
+
+
+class HostStaged(Comm):
+    """Copy tensors to the host, let ``inner`` move them, copy results back.
+
+    For backends without accelerator support, such as Gloo with several ranks on one device: slow,
+    and right.
+
+    Args:
+        inner: a comm for CPU tensors.
+        device: where the tensors of the caller live.
+
+    **Memory**: a host copy of both sides of each collective while it runs.
+    """
+
+    def __init__(self, inner: Comm, device: torch.device | str) -> None:
+        device = torch.device(device)
+        super().__init__(inner.rank, inner.size, device=device, timeout_s=inner.timeout_s)
+        self.inner = inner
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return when every rank has called it and its device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.inner.barrier(timeout_s=timeout_s)
+
+    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Return every rank's object."""
+        return self.inner.all_gather_object(obj, timeout_s=timeout_s)
+
+    def split(self, color: int) -> Comm:
+        """Return the comm of the ranks that passed the same ``color``, staged likewise."""
+        return HostStaged(self.inner.split(color), self.device)
+
+    def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        host = torch.empty(out.numel(), dtype=out.dtype)
+        self.inner._all_gather(host, inp.reshape(-1).cpu(), timeout_s).wait()
+        out.view(-1).copy_(host)
+        return Work()
+
+    def _reduce_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
+    ) -> Work:
+        host = torch.empty(out.numel(), dtype=out.dtype)
+        self.inner._reduce_scatter(host, inp.reshape(-1).cpu(), op, timeout_s).wait()
+        out.view(-1).copy_(host)
+        return Work()
+
+    def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
+        host = flat.cpu()
+        self.inner._all_reduce(host, op, timeout_s).wait()
+        flat.copy_(host)
+        return Work()
+
+    def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work:
+        host = flat.cpu()
+        self.inner._broadcast(host, src, timeout_s).wait()
+        flat.copy_(host)
+        return Work()
+
+    def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        host = torch.empty(out.numel(), dtype=out.dtype)
+        self.inner._all_to_all(host, inp.reshape(-1).cpu(), timeout_s).wait()
+        out.view(-1).copy_(host)
+        return Work()
