@@ -3,7 +3,7 @@
 The kernel works on whole vectors and finishes with scalar code, whose roundings differ now and
 then. Which elements the scalar code gets depends on where a run ends, and so on the world size.
 Here the last elements of each run are updated in a padded copy, so that all of them go through
-the vector code.
+the vector code. Of a short run all elements are, which takes less time than cutting it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 _VECTOR_BYTES = 64  # the widest vector of any CPU that torch has kernels for
+_SHORT_BYTES = 4096  # copying this much takes about as long as making a view
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Cut:
     """Flat tensors cut into what fills whole vectors and padded copies of the rest.
 
     Attributes:
-        parts: what the kernel is to be given: bodies, then buffers of one vector each.
+        parts: what the kernel is to be given: bodies, then buffers of whole vectors.
         heads: views of the buffers, what stands in front of the padding.
         ends: views of the elements that the heads stand for.
     """
@@ -48,7 +49,7 @@ class Tails:
     Attributes:
         bodies: per flat tensor, how many elements fill whole vectors.
         owners: for each buffer, which of the flat tensors it belongs to.
-        buffers: one vector each, zero behind the elements.
+        buffers: whole vectors, zero behind the elements.
         heads: views of the buffers, as long as what is cut off.
     """
 
@@ -78,26 +79,29 @@ class Tails:
 
 
 def plan_tails(flats: Sequence[torch.Tensor]) -> Tails:
-    """Plan to cut contiguous tensors at their last whole vector.
+    """Plan to cut contiguous tensors at their last whole vector, short ones before their first.
 
     Tensors of equal lengths and element sizes are cut alike, so parameters, gradients and
     moments stay in step.
 
-    Worked example: 37 float32 numbers on a CPU, 16 to a vector, become a body of 32 and a buffer
-    of 16, of which the first 5 are the rest.
+    Worked example: 1029 float32 numbers on a CPU, 16 to a vector, become a body of 1024 and a
+    buffer of 16, of which the first 5 are the rest. 37 numbers become a buffer of 48. 32 numbers
+    are whole vectors and stay as they are.
 
     Args:
         flats: tensors with elements. Those on other devices than the CPU are left whole.
 
-    **Collective**: local. **Memory**: at most 64 bytes per tensor.
+    **Collective**: local. **Memory**: at most 64 bytes per tensor, or what a short one takes.
     """
     bodies, owners, buffers, heads = [], [], [], []
     for i, flat in enumerate(flats):
         width = _VECTOR_BYTES // flat.itemsize
         rest = flat.numel() % width if flat.device.type == "cpu" else 0
+        if rest and flat.nbytes <= _SHORT_BYTES:
+            rest = flat.numel()
         bodies.append(flat.numel() - rest)
         if rest:
-            buffer = torch.zeros(width, dtype=flat.dtype, device=flat.device)
+            buffer = torch.zeros(-(-rest // width) * width, dtype=flat.dtype, device=flat.device)
             owners.append(i)
             buffers.append(buffer)
             heads.append(buffer[:rest])
