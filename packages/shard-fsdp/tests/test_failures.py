@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shard_comm import Comm
 from shard_flat import ShardTensor
@@ -153,19 +154,160 @@ def test_sparse_gradients_are_refused() -> None:
     run_threads(_sparse, 2)
 
 
-def _dropped_forwards(comm: Comm) -> None:
-    """Forwards whose graphs are thrown away leave nothing behind that delays a reduction."""
-    model = fully_shard(TinyDecoder(), mesh=comm, policy=by_class(DecoderBlock))
-    batch = token_batches(1, 1)[0][0]
-    for _ in range(3):
-        model.loss(batch)
-    unit = model.blocks[0]._shard_unit
-    assert len(unit._calls) == 0
-    kept = model.loss(batch)
-    assert len(unit._calls) == 1
-    kept.backward()
-    assert not unit._is_full
+def _kept_graphs(comm: Comm) -> None:
+    """Ranks that keep other graphs alive than their peers still reduce in the same order."""
+    model: Any = TinyDecoder()
+    fully_shard(model, mesh=comm, policy=by_class(DecoderBlock))
+    plain: Any = TinyDecoder()
+    batches = token_batches(4, comm.size)
+    kept = []
+    for step, batch in enumerate(batches):
+        model.zero_grad()
+        if step == 1:
+            unused = model.loss(batch[0])  # never backpropagated, kept by one rank only
+            kept.append(unused if comm.rank == 0 else None)
+        loss = model.loss(batch[comm.rank])
+        loss.backward()
+        kept.append(loss if comm.rank == 0 else None)
+        assert not any(u._is_full for u in model._shard_unit.schedule.units)
+    terms = [torch.autograd.grad(plain.loss(b), list(plain.parameters())) for b in batches[-1]]
+    for param, each in zip(model.parameters(), zip(*terms, strict=True), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), torch.stack(each).mean(0))
 
 
-def test_graphs_that_are_dropped_are_forgotten() -> None:
-    run_threads(_dropped_forwards, 2)
+def test_what_a_rank_keeps_alive_does_not_change_the_order() -> None:
+    run_threads(_kept_graphs, 2)
+
+
+class _Merged(nn.Module):
+    """The product of two parameters does not lead to the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.arange(6.0).view(3, 2))
+        self.up = nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.down @ self.up)
+
+
+def _leaf_input(comm: Comm) -> None:
+    plain = _Merged()
+    model = fully_shard(_Merged(), mesh=comm, reshard_after_forward=True)
+    for reentrant in (None, True, False):
+        x = torch.ones(2, 3, requires_grad=True)
+        want = torch.autograd.grad(plain(x).square().sum(), [x, plain.down, plain.up])
+        model.zero_grad()
+        out = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
+        out.square().sum().backward()
+        assert x.grad is not None
+        found = [x.grad, model.down.grad.full_tensor(), model.up.grad.full_tensor()]
+        for a, b in zip(want, found, strict=True):
+            torch.testing.assert_close(b, a)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_leaf_inputs_do_not_end_a_unit_early(world_size: int) -> None:
+    run_threads(_leaf_input, world_size)
+
+
+def _raises_midway(comm: Comm) -> None:
+    """Another backward, a state dict, an optimizer: all right after a backward that raised."""
+    model, first, second = _wrapped(comm)
+    good = model(torch.tensor([3.0])).sum()
+    bad = second(_Explode.apply(first(torch.tensor([3.0]))))  # type: ignore[no-untyped-call]
+    with pytest.raises(KeyError):
+        bad.sum().backward()
+    assert all(isinstance(v, ShardTensor) for v in model.state_dict().values())
+    assert all(isinstance(p, ShardTensor) for p in model.parameters())
+    with pytest.raises(KeyError):
+        second(_Explode.apply(first(torch.tensor([3.0])))).sum().backward()  # type: ignore[no-untyped-call]
+    good.backward()
+    assert first.weight.grad is not None  # which the bad ones never reached
+    assert first.weight.grad.full_tensor().item() == 6  # type: ignore[attr-defined]
+
+
+def _busy(comm: Comm) -> None:
+    """Freeing, and another backward, while a forward uses the parameters."""
+    model, first, second = _wrapped(comm)
+
+    def meddle(module: Any, args: Any) -> None:
+        model.reshard()
+        module.reshard()
+        probe = torch.ones(1, requires_grad=True)
+        (probe * 2).sum().backward()
+
+    second.register_forward_pre_hook(meddle)
+    _good_step(model, first, second)
+
+
+class _Meddler(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.how == "changed":
+                self.weight.clamp_(max=0.5)
+            elif self.how == "replaced":
+                self.weight = nn.Parameter(self.weight * 2)
+        return x * self.weight
+
+
+def _changed_inside(comm: Comm) -> None:
+    for how in ("changed", "replaced"):
+        if how == "changed" and comm.size == 1:
+            continue  # one rank changes its shard: nothing is lost
+        model = fully_shard(_Meddler(how), mesh=comm)
+        with pytest.raises(RuntimeError, match=f"weight: the parameter was {how} inside a forward"):
+            model(torch.ones(4))
+        model.how = ""
+        assert model(torch.ones(4)).tolist() == [1, 1, 1, 1]
+
+
+def _functional(comm: Comm) -> None:
+    model = fully_shard(nn.Linear(2, 2, bias=False), mesh=comm)
+    values = model.weight.full_tensor().detach()
+    with pytest.raises(RuntimeError, match=r"weight: expected a parameter, got a Tensor"):
+        torch.func.functional_call(model, {"weight": torch.zeros(2, 2)}, (torch.ones(1, 2),))
+    assert torch.equal(model.weight.full_tensor(), values)
+
+
+def _no_gradients_asked_for(comm: Comm) -> None:
+    model, first, _ = _wrapped(comm)
+    x = torch.tensor([3.0], requires_grad=True)
+    (gx,) = torch.autograd.grad(model(x).sum(), x)
+    assert gx.item() == 4
+    assert first.weight.grad is None
+
+
+def _forgotten(comm: Comm) -> None:
+    """zero_grad between unreduced microbatches, and a parameter frozen between them."""
+    model, first, second = _wrapped(comm)
+    model.set_requires_gradient_sync(False)
+    model(torch.tensor([100.0])).sum().backward()
+    model.zero_grad()
+    model(torch.tensor([3.0])).sum().backward()
+    second.weight.requires_grad_(False)
+    model.set_requires_gradient_sync(True)
+    model(torch.tensor([3.0])).sum().backward()
+    assert first.weight.grad.full_tensor().item() == 12  # type: ignore[union-attr]
+    assert second.weight.grad.full_tensor().item() == 6  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _raises_midway,
+        _busy,
+        _changed_inside,
+        _functional,
+        _no_gradients_asked_for,
+        _forgotten,
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_odd_moments(check: Any, world_size: int) -> None:
+    run_threads(check, world_size)

@@ -21,14 +21,14 @@ _KEY = "shard_fsdp"
 
 
 class Call:
-    """One forward of a unit that autograd recorded; it lives as long as its graph.
+    """One forward of a unit that autograd recorded.
 
     Attributes:
         unit: whose forward it was.
         versions: version counters of the unit's shards when it ran.
-        position: its place in the order of forwards, for prefetching.
+        generation: the schedule's, when it ran.
+        position: its place in the order of forwards, for prefetching; -1 where it has none.
         begun: backward has reached its outputs and not yet passed all of its inputs.
-        done: backward has passed all of its inputs.
         inputs: how many graph nodes its inputs come from; 0 where none requires a gradient.
         passed: how many of them backward has reached.
     """
@@ -36,6 +36,7 @@ class Call:
     def __init__(self, unit: Unit, versions: list[int]) -> None:
         self.unit = unit
         self.versions = versions
+        self.generation = -1
         self.position = -1
         self.inputs = 0
         self.rewind()
@@ -43,7 +44,6 @@ class Call:
     def rewind(self) -> None:
         """Be ready for another backward through the same graph. Local."""
         self.begun = False
-        self.done = False
         self.passed = 0
 
 
@@ -65,6 +65,9 @@ class _NodeHooks:
 
 def watch_inputs(call: Call, tensors: Iterable[torch.Tensor]) -> list[Node]:
     """End ``call``'s backward when the gradients of all these tensors are complete.
+
+    Leaves must come as views of themselves: autograd runs the node of a leaf before everything
+    else, also before parts of the unit that do not lead to it.
 
     Returns:
         The nodes; keep them until the forward has used the tensors, since nothing else holds the

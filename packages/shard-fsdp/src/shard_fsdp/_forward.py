@@ -54,6 +54,7 @@ class ForwardRun:
         # watched already.
         if torch.is_grad_enabled() and not unit.in_backward:
             self._call = Call(unit, [group.shard._version for group in unit.groups])
+            args, kwargs = map_tensors(_view_of_leaf, args), map_tensors(_view_of_leaf, kwargs)
             tensors: list[torch.Tensor] = []
             find_tensors((args, kwargs), tensors)
             self._inputs = watch_inputs(self._call, tensors)
@@ -69,7 +70,10 @@ class ForwardRun:
         **Collective**: local.
         """
         unit = self._unit
-        self._close()
+        complaint = self._close()
+        if complaint is not None:
+            unit.reshard()
+            raise RuntimeError(complaint)
         unit.to_run.discard(self._module)
         if unit.config.mp_policy.output_dtype is not None:
             output = map_tensors(_caster(unit.config.mp_policy.output_dtype), output)
@@ -92,12 +96,16 @@ class ForwardRun:
         if unit.active == 0 and not in_backward():
             unit.reshard()
 
-    def _close(self) -> None:
+    def _close(self) -> str | None:
         unit = self._unit
         unit.active -= 1
         unit.schedule.leave_forward()
         self._inputs = []
-        unit.hide()
+        return unit.hide()
+
+
+def _view_of_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad and tensor.is_leaf else tensor
 
 
 def _caster(dtype: torch.dtype) -> Any:

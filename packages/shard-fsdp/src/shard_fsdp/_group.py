@@ -94,6 +94,7 @@ class ParamGroup:
         self._pieces = [p.local for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
         self._hooked = [False] * len(self.sharded_params)
+        self._seen_versions: list[int] = []
         compute = self.context.mp_policy.compute_dtype(self.layout.dtype)
         self.aliased = (
             self.comm.size == 1
@@ -154,6 +155,11 @@ class ParamGroup:
                 name = f"{path}.{attribute}" if path else attribute
                 sharded.spec = replace(sharded.spec, name=name)
 
+    @property
+    def was_trainable(self) -> bool:
+        """Whether some parameter required a gradient in some forward."""
+        return any(self._hooked)
+
     # --- parameters that others changed ---
 
     def settle(self) -> None:
@@ -175,9 +181,17 @@ class ParamGroup:
             if len({(p.dtype, p.device) for p in pieces}) == 1:  # else more is still to come
                 self._relink(pieces)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _take_over(self, index: int, found: Any) -> None:
         old = self.sharded_params[index]
         name = old.spec.name
+        if found is not None and not isinstance(found, nn.Parameter):
+            raise RuntimeError(
+                f"{name}: expected a parameter, got a {type(found).__name__} in its place (rank "
+                f"{self.comm.rank} of {self.comm.size}); torch.func.functional_call and the like "
+                f"cannot replace the parameters of a sharded module"
+            )
         if found is None or found.shape != old.shape:
             raise ValueError(
                 f"{name}: expected a parameter of shape {tuple(old.shape)}, got "
@@ -202,6 +216,7 @@ class ParamGroup:
         for module, attribute in self._slots[index]:
             module._parameters[attribute] = cast(nn.Parameter, self.sharded_params[index])
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _relink(self, pieces: Sequence[torch.Tensor]) -> None:
         dtype, device = pieces[0].dtype, pieces[0].device
@@ -273,12 +288,31 @@ class ParamGroup:
                 full.register_post_accumulate_grad_hook(self.reducer.hook_for(i))
             for module, attribute in slots:
                 module._parameters[attribute] = full
+        self._seen_versions = [full._version for full in self.full_params]
 
     def register_sharded(self) -> None:
         """Let the modules see the sharded parameters. Local."""
         for slots, sharded in zip(self._slots, self.sharded_params, strict=True):
             for module, attribute in slots:
                 module._parameters[attribute] = cast(nn.Parameter, sharded)
+
+    def lost_change(self) -> str | None:
+        """Say which full parameter was changed or replaced while the modules saw it, if any.
+
+        Such a change is gone once the buffer is freed. Local.
+        """
+        for full, version, sharded, slots in zip(
+            self.full_params, self._seen_versions, self.sharded_params, self._slots, strict=True
+        ):
+            replaced = slots[0][0]._parameters[slots[0][1]] is not full
+            if replaced or (full._version != version and not self.aliased):
+                what = "replaced" if replaced else "changed"
+                return (
+                    f"{sharded.spec.name}: the parameter was {what} inside a forward (rank "
+                    f"{self.comm.rank} of {self.comm.size}), which would be lost when full "
+                    f"parameters are freed; change the sharded one outside of forward"
+                )
+        return None
 
     def copy(self, context: GroupContext, memo: dict[int, Any]) -> ParamGroup:
         """Return a group with a shard of its own over copies of the same modules. Local.

@@ -206,6 +206,25 @@ class FSDPModule(nn.Module):
             group.settle()
         return result
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and sharded parameters, also after a backward that raised."""
+        self._shard_unit.schedule.recover()
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state as ``nn.Module`` does, with ShardTensors that share memory."""
+        self._shard_unit.schedule.recover()
+        return super().state_dict(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, those of microbatches that were not reduced yet too."""
+        super().zero_grad(set_to_none)
+        for unit in self._units(True):
+            for group in unit.groups:
+                group.reducer.discard()
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load as ``nn.Module`` does; ``assign=True`` takes pieces and full tensors alike."""
         result = super().load_state_dict(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,8 @@ class Schedule:
 
     Attributes:
         units: all of them, inner before outer.
+        generation: counts forwards of the root and backwards; forwards of one generation are
+            expected to be reached by one backward.
         is_last_backward: False leaves the last reduction in flight and keeps the recorded order,
             for another backward through the same forwards.
         max_flying: reductions in flight at once.
@@ -37,12 +40,13 @@ class Schedule:
         self.units: list[Unit] = []
         self.is_last_backward = True
         self.max_flying = 1
+        self.generation = 0
         self._depth = 0
         self._entered: list[Unit] = []  # in this forward, as they began
         self._expected: list[Unit] = []  # in the last one
         self._left: list[Unit] = []  # recorded for backward, as they ended
         self._ahead: set[Unit] = set()  # gathered before their forward
-        self._in_backward = False
+        self._ending: weakref.ref[_EndOfBackward] | None = None
         self._flying: list[ParamGroup] = []
         self._reduced: dict[ParamGroup, list[bool]] = {}
 
@@ -82,9 +86,8 @@ class Schedule:
         if in_backward():
             return
         if self._depth == 1:
-            if self._in_backward:
-                logger.warning("the last backward did not finish; its gradients are dropped")
-                self.reset()
+            self.recover()
+            self.generation += 1
             self._expected, self._entered = self._entered, []
             self._left.clear()
         self._entered.append(unit)
@@ -114,6 +117,7 @@ class Schedule:
 
     def record(self, call: Call) -> None:
         """Append a forward to the order that backward will follow in reverse. Local."""
+        call.generation = self.generation
         if not in_backward():
             call.position = len(self._left)
             self._left.append(call.unit)
@@ -122,9 +126,23 @@ class Schedule:
 
     def start_backward(self) -> None:
         """Have autograd call ``finish_backward`` when it is done, once per backward. Local."""
-        if not self._in_backward:
-            self._in_backward = True
-            Variable._execution_engine.queue_callback(self.finish_backward)
+        self.recover()
+        if self._ending is None:
+            ending = _EndOfBackward(self)
+            self._ending = weakref.ref(ending)
+            Variable._execution_engine.queue_callback(ending)
+
+    def recover(self) -> None:
+        """Drop what a backward left behind that an exception cut short.
+
+        Autograd holds the callback for as long as its backward lives, so a callback that is gone
+        without having been called tells.
+
+        **Collective**: local, except that a reduction in flight is waited for.
+        """
+        if self._ending is not None and self._ending() is None:
+            logger.warning("the last backward did not finish; its gradients are dropped")
+            self.reset()
 
     def prefetch_backward(self, call: Call) -> None:
         """Start gathering what ran before ``call``, or what its unit was told to. Collective."""
@@ -187,7 +205,8 @@ class Schedule:
 
     def _end_step(self) -> None:
         self._reduced = {}
-        self._in_backward = False
+        self._ending = None
+        self.generation += 1
         for unit in self.units:
             unit.end_step()
 
@@ -196,13 +215,25 @@ class Schedule:
         for unit in reversed(self.units):
             if not unit.settings.sync_gradients:
                 continue
-            for group in unit.trainable_groups():
+            for group in unit.groups:
+                if not group.was_trainable:
+                    continue
                 arrived = group.reducer.arrived
                 before = self._reduced.get(group, arrived)
                 seen = [a or b for a, b in zip(arrived, before, strict=True)]
                 may_differ = unit.settings.zero_fill_unused
                 found.append(Arrivals(group, seen, any(arrived), may_differ))
         return found
+
+
+class _EndOfBackward:
+    """The callback that autograd holds while a backward runs."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def __call__(self) -> None:
+        self._schedule.finish_backward()
 
 
 def in_backward() -> bool:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -57,9 +56,8 @@ class Unit:
         schedule: shared with all units of the same root.
         active: forwards of its modules that are running now.
         to_run: modules that have not run yet since the unit was last gathered for a forward.
-        keeps_full: nothing would gather again before a backward that may still come, because the
-            last forward returned an object that may hide tensors or its backward made a graph;
-            full parameters stay until the next forward.
+        keeps_full: its last forward returned an object that may hide tensors, so nothing would
+            gather again before their backward; full parameters stay until the next forward.
     """
 
     def __init__(
@@ -100,9 +98,10 @@ class Unit:
         self.keeps_full = False
         self._gathering: list[Work] = []
         self._is_full = False
-        self._calls: WeakSet[Call] = WeakSet()
-        self._open_calls = 0
+        self._begun: list[Call] = []
+        self._recorded = (0, 0)  # a generation, and how many of its calls have not ended
         self._touched = False
+        self._remakes_graph = False
         self._users = 0
         self._is_exposed = False
 
@@ -120,7 +119,7 @@ class Unit:
     @property
     def in_backward(self) -> bool:
         """Whether backward is between the outputs and the inputs of one of its forwards."""
-        return self._open_calls > 0
+        return bool(self._begun)
 
     def trainable_groups(self) -> list[ParamGroup]:
         """Return the groups with at least one parameter that requires a gradient. Local."""
@@ -160,9 +159,12 @@ class Unit:
             raise
 
     def reshard(self) -> None:
-        """Free the full buffers. Local, except that a gather under way is waited for."""
+        """Free the full buffers, unless a forward or a backward is using them.
+
+        **Collective**: local, except that a gather under way is waited for.
+        """
         self.wait_for_unshard()
-        if self._is_full:
+        if self._is_full and not self._users:
             self._is_full = False
             for group in self.groups:
                 group.reshard()
@@ -192,46 +194,62 @@ class Unit:
             for group in self.groups:
                 group.register_full()
 
-    def hide(self) -> None:
-        """Undo one ``expose``: the last one lets the modules see sharded parameters. Local."""
+    def hide(self) -> str | None:
+        """Undo one ``expose``: the last one lets the modules see sharded parameters.
+
+        Returns:
+            What is wrong if the modules changed a full parameter, a change that is lost.
+
+        **Collective**: local.
+        """
         self._users -= 1
+        complaint = None
         if self._users == 0 and self._is_exposed:
             self._is_exposed = False
             for group in self.groups:
+                complaint = complaint or group.lost_change()
                 group.register_sharded()
+        return complaint
 
     # --- backward ---
 
     def add_call(self, call: Call) -> None:
         """Note a forward that autograd recorded. Local."""
-        self._calls.add(call)
         self.schedule.record(call)
+        self._recorded = (call.generation, self._unended(call.generation) + 1)
+
+    def _unended(self, generation: int) -> int:
+        """How many forwards of this generation have not ended.
+
+        They are counted, since which of them are still alive may differ between ranks.
+        """
+        return self._recorded[1] if self._recorded[0] == generation else 0
 
     def begin_backward(self, call: Call) -> None:
         """Backward has reached the outputs of ``call``. Collective."""
         self.schedule.start_backward()
         self._touched = True
-        if torch.is_grad_enabled():  # create_graph: the new graph holds full parameters
-            self.keeps_full = True
-        if not self.settings.unshard_in_backward:
+        self._remakes_graph = torch.is_grad_enabled()  # create_graph: it holds full parameters
+        if not self.settings.unshard_in_backward or call.begun:
             return
         self._check_unchanged(call)
-        if not call.begun:
-            call.rewind()
-            call.begun = True
-            self._open_calls += 1
-            self.expose()  # a checkpoint inside may run parts of the forward again
+        call.rewind()
+        call.begun = True
+        self._begun.append(call)
+        self.expose()  # a checkpoint inside may run parts of the forward again
         self.schedule.prefetch_backward(call)
 
     def end_backward(self, call: Call) -> None:
         """Backward has passed the inputs of ``call``. Collective."""
-        call.begun = False
-        call.done = True
-        self._open_calls -= 1
+        call.rewind()
+        self._begun.remove(call)
         self.hide()
-        if self._open_calls == 0 and self._reshards_after_backward:
+        if not self._begun and self._reshards_after_backward:
             self.reshard()
-        if all(each.done for each in self._calls):
+        generation = self.schedule.generation
+        if call.generation == generation:
+            self._recorded = (generation, self._unended(generation) - 1)
+        if self._unended(generation) == 0:
             self.reduce_touched()
 
     def reduce_touched(self) -> None:
@@ -244,18 +262,18 @@ class Unit:
     def end_step(self) -> None:
         """Be ready for the next forward. Local."""
         self._touched = False
-        while self._open_calls:
-            self._open_calls -= 1
+        begun, self._begun = self._begun, []
+        for call in begun:
+            call.rewind()
             self.hide()
         self.to_run.clear()
-        for call in self._calls:
-            call.rewind()
         if self._reshards_after_backward:
             self.reshard()
 
     @property
     def _reshards_after_backward(self) -> bool:
-        return self.settings.reshard_after_backward and not self.keeps_full
+        keeps = self.keeps_full or self._remakes_graph
+        return self.settings.reshard_after_backward and not keeps
 
     def _check_unchanged(self, call: Call) -> None:
         for group, version in zip(self.groups, call.versions, strict=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         changed = {k: map_tensors(fn, v) for k, v in value.items()}
         if all(changed[k] is v for k, v in value.items()):
             return value
+        if not isinstance(value, MutableMapping):
+            return MappingProxyType(changed)
         if type(value) is dict:
             return changed
         copied: Any = copy.copy(value)
