@@ -297,9 +297,53 @@ def _forgotten(comm: Comm) -> None:
     assert second.weight.grad.full_tensor().item() == 6  # type: ignore[union-attr]
 
 
+class _Table(nn.Module):
+    """Returns its parameter, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(3, 2))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.weight, self.weight[1]
+
+
+def _returns_parameters(comm: Comm) -> None:
+    model = fully_shard(_Table(), mesh=comm, reshard_after_forward=True)
+    whole, row = model()
+    assert not model._shard_unit._is_full or comm.size == 1
+    assert whole.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert row.tolist() == [2, 3]
+    (whole.sum() + row.sum()).backward()
+    assert model.weight.grad.full_tensor().tolist() == [[1, 1], [2, 2], [1, 1]]
+    with torch.no_grad():
+        whole, _ = model()
+    assert whole.sum().item() == 15
+
+
+def _penalty(comm: Comm) -> None:
+    """A gradient of a gradient, with another forward in between."""
+    plain, inner = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    for each in (plain, inner):
+        each.load_state_dict({"weight": torch.tensor([[1.0, 2.0], [3.0, 5.0]])})
+    model = fully_shard(nn.Sequential(fully_shard(inner, mesh=comm)), mesh=comm)
+    found = []
+    for each in (plain, model):
+        x = torch.ones(1, 2, requires_grad=True)
+        (gx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        each(torch.zeros(1, 2))
+        gx.square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    model(torch.ones(1, 2)).sum().backward()
+    assert not model[0]._shard_unit._is_full or comm.size == 1
+
+
 @pytest.mark.parametrize(
     "check",
     [
+        _returns_parameters,
+        _penalty,
         _raises_midway,
         _busy,
         _changed_inside,

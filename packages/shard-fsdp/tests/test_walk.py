@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,13 @@ class Slotted:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+
+
+class Private:
+    __slots__ = ("__tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__tensor = tensor
 
 
 class Loop:
@@ -52,6 +59,8 @@ def test_find_counts_every_tensor() -> None:
     assert _found(Pair(a, Frozen(b, "note"))) == (2, True)
     assert _found([Slotted(a), Loop(b)]) == (2, True)
     assert _found({a, b}) == (2, True)
+    assert _found([deque([a]), {"k": b}.values()]) == (2, True)
+    assert _found(Private(a)) == (1, True)
     assert _found(ModelOutput(logits=a)) == (1, True)
 
 

@@ -77,13 +77,16 @@ class ForwardRun:
         unit.to_run.discard(self._module)
         if unit.config.mp_policy.output_dtype is not None:
             output = map_tensors(_caster(unit.config.mp_policy.output_dtype), output)
+        output = map_tensors(self._own_memory, output)
+        tensors: list[torch.Tensor] = []
+        all_seen = find_tensors(output, tensors)
+        unit.keeps_full = any(unit.lends(t) for t in tensors)
         if self._call is not None:
-            tensors: list[torch.Tensor] = []
-            unit.keeps_full = not find_tensors(output, tensors)
+            unit.keeps_full = unit.keeps_full or not all_seen
             if watch_outputs(self._call, tensors):
                 unit.add_call(self._call)
-        may_free = unit.reshards_after_forward and not unit.keeps_full
-        if may_free and unit.active == 0 and not unit.to_run and not in_backward():
+        idle = unit.active == 0 and not unit.to_run and not in_backward()
+        if idle and unit.reshards_after_forward and not unit.is_needed:
             unit.reshard_after_forward()
         return output
 
@@ -95,6 +98,10 @@ class ForwardRun:
         unit.to_run.clear()
         if unit.active == 0 and not in_backward():
             unit.reshard()
+
+    def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An output that is a parameter, or a view of one, must outlive the full buffer."""
+        return tensor.clone() if self._unit.lends(tensor) else tensor
 
     def _close(self) -> str | None:
         unit = self._unit

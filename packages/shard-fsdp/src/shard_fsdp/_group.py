@@ -112,6 +112,7 @@ class ParamGroup:
             return
         data = self.shard if self.aliased else self.comm.empty(self.layout.numel, compute)
         self._full = FullBuffer(self.layout, data)
+        self._full_cdata = data.untyped_storage()._cdata
         self.full_params = [
             nn.Parameter(view, p.requires_grad)
             for view, p in zip(self._full.views(), self.sharded_params, strict=True)
@@ -275,6 +276,12 @@ class ParamGroup:
             kept = self._full.data[comm.rank * numel : (comm.rank + 1) * numel].clone()
             self._part = (comm, kept)
             self._full.release()
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the full buffer, and that is going to be freed. Local."""
+        if self.aliased or tensor.layout is not torch.strided or isinstance(tensor, ShardTensor):
+            return False
+        return bool(tensor.untyped_storage()._cdata == self._full_cdata)
 
     def register_full(self) -> None:
         """Let the modules see the full parameters. Local."""

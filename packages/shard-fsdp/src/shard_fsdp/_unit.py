@@ -57,7 +57,8 @@ class Unit:
         active: forwards of its modules that are running now.
         to_run: modules that have not run yet since the unit was last gathered for a forward.
         keeps_full: its last forward returned an object that may hide tensors, so nothing would
-            gather again before their backward; full parameters stay until the next forward.
+            gather again before their backward, or that shows full parameters; they stay until the
+            next forward.
     """
 
     def __init__(
@@ -120,6 +121,15 @@ class Unit:
     def in_backward(self) -> bool:
         """Whether backward is between the outputs and the inputs of one of its forwards."""
         return bool(self._begun)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether somebody outside may still read full parameters."""
+        return self.keeps_full or self._remakes_graph
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in a full buffer that will be freed. Local."""
+        return any(group.lends(tensor) for group in self.groups)
 
     def trainable_groups(self) -> list[ParamGroup]:
         """Return the groups with at least one parameter that requires a gradient. Local."""
@@ -272,8 +282,7 @@ class Unit:
 
     @property
     def _reshards_after_backward(self) -> bool:
-        keeps = self.keeps_full or self._remakes_graph
-        return self.settings.reshard_after_backward and not keeps
+        return self.settings.reshard_after_backward and not self.is_needed
 
     def _check_unchanged(self, call: Call) -> None:
         for group, version in zip(self.groups, call.versions, strict=True):

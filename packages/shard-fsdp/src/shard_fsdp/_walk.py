@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import deque
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    Set,
+    ValuesView,
+)
 from types import MappingProxyType
 from typing import Any
 
@@ -72,8 +82,8 @@ def _find(value: Any, into: list[torch.Tensor], seen: set[int]) -> bool:
     if id(value) in seen:
         return True
     seen.add(id(value))
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return _find_all(value, into, seen)
+    if isinstance(value, (Sequence, Set, ValuesView, deque)):
+        return _find_all(value, into, seen) and _find_attributes(value, into, seen)
     if isinstance(value, Mapping):
         return _find_all(value.values(), into, seen) and _find_attributes(value, into, seen)
     hides = callable(value) or isinstance(value, Iterator)
@@ -88,7 +98,9 @@ def _find_attributes(value: Any, into: list[torch.Tensor], seen: set[int]) -> bo
 
 def _slots(cls: type) -> Iterable[str]:
     slots = cls.__dict__.get("__slots__", ())
-    return [slots] if isinstance(slots, str) else slots
+    for name in [slots] if isinstance(slots, str) else slots:
+        is_private = name.startswith("__") and not name.endswith("__")
+        yield f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _find_all(values: Iterable[Any], into: list[torch.Tensor], seen: set[int]) -> bool:
