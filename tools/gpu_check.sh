@@ -3,8 +3,8 @@
 #
 #     bash tools/gpu_check.sh [OUTPUT_FOLDER]
 #
-# Needs python3 with torch >= 2.11, numpy, pytest and hypothesis; nothing is installed. Takes under
-# six minutes on one H200. Writes gpu_tests.txt, gpu_bench.txt and gpu_bench.json.
+# Needs python3 with torch >= 2.11, numpy, pytest and hypothesis; nothing is installed. Stops
+# after five and a half minutes. Writes gpu_tests.txt, gpu_bench.txt and gpu_bench.json.
 # Exit status 3: no CUDA device.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -222,9 +222,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "nonzero": lambda x: x.nonzero(),
     "equal": lambda x: torch.equal(x, x.clone()),
     "allclose": lambda x: torch.allclose(x, x),
-    "normal_": lambda x: x.normal_(),
-    "uniform_": lambda x: nn.init.uniform_(x),
-    "kaiming": lambda x: nn.init.kaiming_normal_(x),
+    "exponential_": lambda x: x.exponential_(),
+    "orthogonal": lambda x: nn.init.orthogonal_(x),
     "rand_like": torch.rand_like,
     "bernoulli": lambda x: x.bernoulli(),
     "dropout": lambda x: nn.functional.dropout(x),
@@ -372,3 +371,37 @@ def test_nan_and_inf_stay_where_they_are(silent: Silent) -> None:
     cuts = [cut(full, silent(rank, 2)) for rank in (0, 1)]
     assert [c.isnan().local.tolist() for c in cuts] == [[False, True, False, False], [False]]
     assert [c.isinf().local.tolist() for c in cuts] == [[False, False, False, True], [False]]
+
+
+class _Rank:
+    """A comm that is only asked who it is."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor, /) -> None:
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: torch.Tensor, /, *, op: str = "sum") -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        nn.init.normal_,
+        nn.init.uniform_,
+        nn.init.xavier_uniform_,
+        nn.init.kaiming_normal_,
+    ],
+)
+def test_initialisers_draw_what_one_process_would(
+    init: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(3)
+    whole = init(torch.empty(5, 3)).flatten()
+    for rank in range(4):
+        piece = shard_tensor(torch.zeros(5, 3), comm=_Rank(rank, 4))
+        torch.manual_seed(3)
+        init(piece)
+        assert torch.equal(piece.local, whole[piece.spec.start : piece.spec.stop])

@@ -139,7 +139,6 @@ def _outside_of_forward(comm: Comm) -> None:
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.filterwarnings("default")
 def test_stays_usable(check: Any, world_size: int) -> None:
     run_threads(check, world_size)
 

@@ -95,6 +95,10 @@ def test_r2_tied_and_uneven(world_size: int) -> None:
     run_threads(_tied_step, world_size)
 
 
+def test_r2_tied_and_uneven_over_processes() -> None:
+    run_ranks(_tied_step, 2)
+
+
 # --- R3: tiny parameter in a nested unit ---
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -141,6 +142,25 @@ def _assigned_piecewise(comm: Comm) -> None:
     assert torch.equal(model.loss(tokens), want.loss(tokens))
 
 
+def _reset_parameters(comm: Comm) -> None:
+    """torch's recipe: shard on meta, to_empty, then every module's own initialisation."""
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
+    fully_shard(model, mesh=comm)
+    model.to_empty(device="cpu")
+    plain: Any = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
+    for each in (plain, model):
+        for part in each:
+            with _drawing:  # threads share torch's generator, processes do not
+                torch.manual_seed(7)
+                part.reset_parameters()
+    for want, got in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(got.full_tensor(), want)
+
+
+_drawing = threading.Lock()
+
+
 def _wrong_shape(comm: Comm) -> None:
     model: Any = fully_shard(nn.Linear(2, 2, bias=False), mesh=comm)
     model.weight = nn.Parameter(torch.ones(3, 2))
@@ -148,7 +168,9 @@ def _wrong_shape(comm: Comm) -> None:
         model(torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("check", [_to_empty, _assigned, _assigned_piecewise, _wrong_shape])
+@pytest.mark.parametrize(
+    "check", [_to_empty, _reset_parameters, _assigned, _assigned_piecewise, _wrong_shape]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_values_after_sharding(check: Any, world_size: int) -> None:
     run_threads(check, world_size)

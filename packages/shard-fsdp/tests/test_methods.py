@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import os
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import Shard
 
-from shard_comm import Comm, Recorded, SoloComm
+from shard_comm import Comm, Recorded, SoloComm, comm_for
 from shard_flat import ShardTensor
-from shard_fsdp import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from shard_testing import DecoderBlock, TinyDecoder, run_threads, token_batches
+from shard_fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from shard_testing import DecoderBlock, TinyDecoder, run_ranks, run_threads, token_batches
 from shard_wrap import by_class
 
 
@@ -304,3 +315,71 @@ def test_bad_placements_are_named() -> None:
                 mesh=SoloComm(),
                 shard_placement_fn=lambda p, bad=bad: bad,  # type: ignore[misc]
             )
+
+
+def test_arguments_are_those_of_torch() -> None:
+    """Every method and argument of torch's that is not named here is ours too."""
+    absent = {
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "set_allocate_memory_from_process_group_for_comm",
+        "set_post_optim_event",
+        "set_separate_reduce_scatter_group",
+        "set_symm_mem_for_comm",
+        "set_reduce_scatter_divide_factor",
+    }
+    theirs = {
+        name: method
+        for name, method in vars(torch_fsdp.FSDPModule).items()
+        if not name.startswith("_") and callable(method)
+    }
+    assert absent <= set(theirs)
+    for name in set(theirs) - absent:
+        ours = inspect.signature(getattr(FSDPModule, name)).parameters
+        assert list(inspect.signature(theirs[name]).parameters) == list(ours), name
+    wanted = set(inspect.signature(torch_fsdp.fully_shard).parameters) - {"dp_mesh_dims"}
+    assert wanted <= set(inspect.signature(fully_shard).parameters)
+
+
+def test_torchs_own_policies_are_understood() -> None:
+    model: Any = nn.Linear(2, 2)
+    fully_shard(
+        model,
+        mesh=SoloComm(),
+        mp_policy=torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16),  # type: ignore[call-overload]
+        offload_policy=torch_fsdp.CPUOffloadPolicy(pin_memory=False),
+    )
+    config = model._shard_unit.config
+    assert config.mp_policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    assert config.offload_policy == CPUOffloadPolicy(pin_memory=False)
+    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+    for name in ("mp_policy", "offload_policy"):
+        with pytest.raises(TypeError, match="expected a"):
+            fully_shard(nn.Linear(2, 2), mesh=SoloComm(), **{name: "bf16"})  # type: ignore[call-overload]
+
+
+def test_ranks_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 of a job, but .*init_process_group"):
+        comm_for()
+
+
+def _launched(comm: Comm) -> None:
+    """A job whose program never calls init_process_group, as torch's FSDP2 allows."""
+    dist.destroy_process_group()
+    port = 20_000 + os.getppid() % 20_000
+    os.environ.update(
+        WORLD_SIZE=str(comm.size),
+        RANK=str(comm.rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    model: Any = fully_shard(_Layer())
+    assert model._shard_unit.comm.size == comm.size
+    (model(torch.ones(1)) * comm.rank).sum().backward()
+    assert _grad(model.weight) == (comm.size - 1) / 2
+
+
+def test_a_launched_job_is_joined() -> None:
+    run_ranks(_launched, 2)

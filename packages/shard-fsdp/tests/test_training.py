@@ -65,6 +65,10 @@ def _adapters(comm: Comm) -> None:
         assert trainable <= sent <= trainable + padding
     frozen: Any = model[0].frozen
     assert frozen.grad is None
+    for unit in model._shard_unit.schedule.units:  # type: ignore[union-attr]
+        for group in unit.groups:
+            is_frozen = group.layout.dtype == torch.bfloat16
+            assert (group.reducer._buffer is None) == (is_frozen or comm.size == 1)
     # each of 64 outputs is 64 * 64 for x = 1, twice over the batch
     assert full_grad(model[1].adapter).tolist() == [2 * 64.0 * 64.0] * 64
     frozen.requires_grad_(True)

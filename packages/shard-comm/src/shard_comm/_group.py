@@ -63,13 +63,18 @@ class GroupComm(Comm):
         rank = dist.get_rank(self.group)
         if rank < 0:
             raise ValueError("this process is not part of the group")
-        self._backend = dist.get_backend(self.group)
+        backends = backends_of(self.group)
         if device is None:
-            device = "cuda" if "nccl" in self._backend else "cpu"
+            device = "cuda" if backends.get("cuda") == "nccl" else "cpu"
         device = torch.device(device)
         if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
-        self._ordered = device.type == "cpu" or "nccl" not in self._backend
+        self._backend = backends.get(device.type, "")
+        if not self._backend:
+            raise ValueError(
+                f"expected a device that the group's backends {backends} serve, got {device}"
+            )
+        self._ordered = self._backend != "nccl"
         default = timeout_s if timeout_s is not None else _group_timeout_s(self.group, device)
         super().__init__(rank, dist.get_world_size(self.group), device=device, timeout_s=default)
 
@@ -190,6 +195,17 @@ class GroupComm(Comm):
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """What is only moved is moved as bytes: no backend knows all dtypes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend of each kind of device that a group serves, as in ``{"cpu": "gloo"}``.
+
+    ``get_backend()`` alone says nothing of a group made without naming one. Local.
+    """
+    config = str(dist.get_backend_config(group))
+    found = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    # Gloo moves accelerator tensors for some operations only; it counts for the host.
+    return {device: name for device, name in found.items() if device == "cpu" or name != "gloo"}
 
 
 def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from weakref import WeakValueDictionary
 
 import torch
@@ -9,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_comm._comm import Comm
-from shard_comm._group import GroupComm
+from shard_comm._group import GroupComm, backends_of
 from shard_comm._solo import SoloComm
 from shard_comm._staged import HostStaged
+
+logger = logging.getLogger("shard_comm")
 
 # A comm holds its group, so a group lives no longer than the last comm of it.
 _comms: WeakValueDictionary[tuple[dist.ProcessGroup, torch.device], Comm] = WeakValueDictionary()
@@ -36,6 +40,8 @@ def comm_for(
     Raises:
         ValueError: the mesh has more than one dimension, or this process is not part of the mesh
             or group.
+        RuntimeError: nothing was given and torch.distributed is not initialised, though the
+            environment says that there are several ranks.
         TypeError: something else was given.
 
     **Collective**: local.
@@ -46,6 +52,13 @@ def comm_for(
     if mesh_or_group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if group is None:
+            ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            if ranks > 1:
+                raise RuntimeError(
+                    f"this process is rank {os.environ.get('RANK')} of {ranks} of a job, but "
+                    f"torch.distributed is not initialised, so every rank would work alone; call "
+                    f"torch.distributed.init_process_group() first, or pass SoloComm()"
+                )
             return SoloComm(_with_index(device or "cpu"))
     elif isinstance(mesh_or_group, DeviceMesh):
         if mesh_or_group.ndim != 1:
@@ -66,13 +79,14 @@ def comm_for(
         raise TypeError(
             f"expected a Comm, DeviceMesh, ProcessGroup or None, got {type(mesh_or_group).__name__}"
         )
-    on_device = "nccl" in dist.get_backend(group)
-    place = _with_index(device or ("cuda" if on_device else "cpu"))
+    backends = backends_of(group)
+    place = _with_index(device or ("cuda" if backends.get("cuda") == "nccl" else "cpu"))
     if dist.get_world_size(group) == 1:
         return SoloComm(place)
     comm = _comms.get((group, place))
     if comm is None:
-        if place.type == "cuda" and not on_device:
+        if place.type not in backends and "cpu" in backends:
+            logger.warning("no backend of the group serves %s: staging through the host", place)
             comm = HostStaged(GroupComm(group, device="cpu"), place)
         else:
             comm = GroupComm(group, device=place)

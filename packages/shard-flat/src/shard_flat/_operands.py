@@ -43,9 +43,7 @@ def first_sharded(values: Iterable[Any]) -> ShardTensor | None:
 def check_same_range(func: Any, a: ShardTensor, b: ShardTensor) -> None:
     """Raise on all ranks, or on none, where two tensors are not cut alike. Local."""
     x, y = a.spec, b.spec
-    if x is y or (x.shape, x.origin, x.shard_numel) == (y.shape, y.origin, y.shard_numel):
-        return
-    if x.shape == y.shape and all(x.range_of(r) == y.range_of(r) for r in range(a.comm.size)):
+    if x is y or x.is_cut_like(y, a.comm.size):
         return
     raise ValueError(
         f"{func}: {x.name} has shape {x.shape} and range [{x.start}, {x.stop}), {y.name} has shape "

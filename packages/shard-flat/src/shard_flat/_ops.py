@@ -211,7 +211,23 @@ def _check_target(func: Any, target: Any, source: Any) -> None:
         )
 
 
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    """Draw the whole tensor and keep the own range.
+
+    Ranks whose generators agree get the numbers that one process would get. One full tensor is
+    held while the call runs.
+    """
+    target: ShardTensor = args[0]
+    whole = torch.empty(target.spec.shape, dtype=target.dtype, device=target.device)
+    func(whole, *args[1:], **kwargs)
+    target._local_tensor.copy_(whole.view(-1)[target.spec.start : target.spec.stop])
+    mark_written([target])
+    return target
+
+
 _HANDLERS: dict[Any, _Handler] = {
+    aten.normal_.default: _draw,
+    aten.uniform_.default: _draw,
     aten.detach.default: _detach,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,

@@ -53,6 +53,17 @@ class ShardSpec:
         start = min(max(low, 0), self.numel)
         return start, min(max(low + self.shard_numel, start), self.numel)
 
+    def is_cut_like(self, other: ShardSpec, size: int) -> bool:
+        """Whether another tensor of this shape has the same range on every one of ``size`` ranks.
+
+        The answer is the same on all ranks, also on those whose own ranges happen to agree. Local.
+        """
+        if self.shape != other.shape:
+            return False
+        if (self.origin, self.shard_numel) == (other.origin, other.shard_numel):
+            return True
+        return all(self.range_of(rank) == other.range_of(rank) for rank in range(size))
+
 
 class Ragged(Partial):
     """Placement of a contiguous element range, which may begin in the middle of a row.

@@ -77,7 +77,8 @@ class ForwardRun:
         unit.to_run.discard(self._module)
         if unit.config.mp_policy.output_dtype is not None:
             output = map_tensors(_caster(unit.config.mp_policy.output_dtype), output)
-        output = map_tensors(self._own_memory, output)
+        if unit.has_buffers:
+            output = map_tensors(self._own_memory, output)
         tensors: list[torch.Tensor] = []
         all_seen = find_tensors(output, tensors)
         unit.keeps_full = any(unit.lends(t) for t in tensors)

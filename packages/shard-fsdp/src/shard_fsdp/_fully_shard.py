@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, overload
@@ -17,7 +18,12 @@ from shard_comm import Comm, GroupComm, comm_for
 from shard_fsdp._bridge import watch_optimizers
 from shard_fsdp._module import FSDPModule, wrap_class
 from shard_fsdp._params import ManagedParam, collect_params, mark_taken
-from shard_fsdp._policy import MixedPrecisionPolicy, OffloadPolicy
+from shard_fsdp._policy import (
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    as_mixed_precision,
+    as_offload,
+)
 from shard_fsdp._unit import Unit, UnitConfig
 from shard_wrap import Policy, plan_units
 
@@ -80,7 +86,8 @@ def fully_shard(
         module: the module, changed in place (its class becomes ``FSDP<Name>``), or a list of
             modules that make one unit together.
         mesh: a 1-D mesh or a comm to shard over, or a 2-D mesh or a pair of comms to replicate
-            and to shard over; by default all ranks.
+            and to shard over; by default all ranks, whose group is initialised where a launcher
+            started several and nobody has.
         reshard_after_forward: free full parameters after forward and gather them again for
             backward. None means yes, except for the outermost unit. A number that divides the
             number of ranks keeps one part in that many, gathered again among as many neighbours.
@@ -106,9 +113,14 @@ def fully_shard(
     the meta device are sharded without values; see ``materialize``.
 
     **Memory**: the unit's full parameters and their shard, until the call returns; then the shard.
+
+    The first call registers one of torch's pre-step hooks for optimizers, which adopts state that
+    ``set_optimizer_state_dict`` has cut; it does nothing to optimizers of other parameters.
     """
     modules = module if isinstance(module, list) else [module]
     _check_modules(modules)
+    if mesh is None:
+        _initialise_group()
     watch_optimizers()
     comm, replicas = _comms_of(mesh, _device_of(modules))
     reshard, part_comm = _reshard_setting(reshard_after_forward, comm)
@@ -117,8 +129,8 @@ def fully_shard(
         replicas=replicas,
         part_comm=part_comm,
         mesh=_mesh_of(mesh, comm),
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
+        mp_policy=as_mixed_precision(mp_policy),
+        offload_policy=as_offload(offload_policy),
         reshard_after_forward=reshard,
     )
     wrapper = _Wrapper(config, shard_placement_fn, set(ignored_params or ()))
@@ -193,6 +205,16 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
 
 
+def _initialise_group() -> None:
+    """Join the ranks of a launched job, as torch's FSDP2 does where nobody has."""
+    if (
+        dist.is_available()
+        and not dist.is_initialized()
+        and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    ):
+        dist.init_process_group()
+
+
 def _device_of(modules: Sequence[nn.Module]) -> torch.device | None:
     """The accelerator that parameters are on already, if any."""
     for module in modules:
@@ -206,7 +228,7 @@ def _comms_of(mesh: Any, device: torch.device | None) -> tuple[Comm, Comm | None
     """The comms to shard and to replicate over."""
     if isinstance(mesh, tuple):
         replicate, shard = mesh
-        return comm_for(shard), comm_for(replicate)
+        return comm_for(shard), replicate if replicate.size > 1 else None
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         names = _dim_names(mesh)
         replicas = comm_for(mesh[names[0]])

@@ -200,7 +200,7 @@ class ParamGroup:
                 f"{self.comm.size}); a sharded module's parameters keep their shapes"
             )
         if isinstance(found, ShardTensor):
-            if (found.spec.start, found.spec.stop) != (old.spec.start, old.spec.stop):
+            if not found.spec.is_cut_like(old.spec, self.comm.size):
                 raise ValueError(
                     f"{name}: expected the piece [{old.spec.start}, {old.spec.stop}), got "
                     f"[{found.spec.start}, {found.spec.stop}); load it with shard_ckpt"
@@ -244,7 +244,7 @@ class ParamGroup:
             raise RuntimeError(
                 f"{self.sharded_params[0].spec.name}: the parameter is on the meta device and has "
                 f"no values (rank {self.comm.rank} of {self.comm.size}); call materialize(), or "
-                f"to_empty() and initialise the module"
+                f"to_empty() and give it values"
             )
         part, self._part = self._part, None
         if self.is_stale:

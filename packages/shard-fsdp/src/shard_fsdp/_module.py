@@ -122,15 +122,17 @@ class FSDPModule(nn.Module):
         """
         self._shard_unit.schedule.is_last_backward = is_last_backward
 
-    def set_reduce_scatter_unused_params(self, enabled: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """Give parameters without a gradient a zero one, so that ranks may use different ones.
 
         Args:
-            enabled: whether to; by default ranks that differ raise an error.
+            reduce_scatter_unused_params: whether to; by default ranks that differ raise an error.
             recurse: also for the units inside this module.
         """
         for unit in self._units(recurse):
-            unit.settings.zero_fill_unused = enabled
+            unit.settings.zero_fill_unused = reduce_scatter_unused_params
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of the number of ranks.
@@ -150,6 +152,8 @@ class FSDPModule(nn.Module):
     ) -> None:
         """Call ``hook`` with each reduced flat gradient of this unit, before it is handed out.
 
+        On one rank nothing is reduced and the hook is not called.
+
         Args:
             hook: may change its argument ``[shard_numel]`` in place.
             stream: where to run it on an accelerator; None is the current stream.
@@ -163,18 +167,20 @@ class FSDPModule(nn.Module):
 
         self._shard_unit.settings.all_reduce_hook = hook if stream is None else on_stream
 
-    def set_reduce_scatter_max_input_buffers(self, count: int, *, recurse: bool = True) -> None:
-        """Let up to ``count`` reductions be in flight at once, each with its own buffer.
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Let that many reductions be in flight at once, each with a buffer of its own.
 
         Raises:
             TypeError: the count is not a whole number.
             ValueError: the count is below 1.
         """
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"expected a number of buffers, got {count!r}")
-        if count < 1:
-            raise ValueError(f"expected at least 1 buffer, got {count}")
-        self._shard_unit.schedule.max_flying = count
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"expected a number of buffers, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"expected at least 1 buffer, got {max_input_buffers}")
+        self._shard_unit.schedule.max_flying = max_input_buffers
 
     def reset_iter_state(self) -> None:
         """Drop what a step left behind that an exception cut short, gradients in flight too.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -51,6 +51,35 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+def as_mixed_precision(policy: Any) -> MixedPrecisionPolicy:
+    """Return the policy, taken over field by field where it is torch's own. Local.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if not all(hasattr(policy, name) for name in names):
+        raise TypeError(f"expected a MixedPrecisionPolicy, got {policy!r}")
+    return MixedPrecisionPolicy(**{name: getattr(policy, name) for name in names})
+
+
+def as_offload(policy: Any) -> OffloadPolicy:
+    """Return the policy, or ours for torch's own of the same name. Local.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    if hasattr(policy, "pin_memory"):
+        return CPUOffloadPolicy(pin_memory=policy.pin_memory)
+    if type(policy).__name__ == "OffloadPolicy":
+        return OffloadPolicy()
+    raise TypeError(f"expected an OffloadPolicy, got {policy!r}")
 
 
 @dataclass

@@ -71,13 +71,13 @@ class GradReducer:
             grad, param.grad = param.grad, None
             if grad is not None:
                 self._context.on_arrival()
-                self.receive(index, grad)
+                # A backward that makes a graph of itself runs with gradients on.
+                self.receive(index, grad.detach() if grad.requires_grad else grad)
 
         return take
 
-    @torch.no_grad()
     def receive(self, index: int, grad: torch.Tensor) -> None:
-        """Take one full gradient in the parameter's global shape.
+        """Take one full gradient in the parameter's global shape, without a graph.
 
         Raises:
             TypeError: the gradient is sparse.
@@ -91,7 +91,9 @@ class GradReducer:
                 f"{grad.layout} (rank {self._comm.rank} of {self._comm.size}); use sparse=False"
             )
         if self._is_solo:
-            piece = grad.detach().reshape(-1).to(self._dtype)
+            piece = grad.reshape(-1)
+            if piece.dtype != self._dtype:
+                piece = piece.to(self._dtype)
             self._keep(index, piece.div_(self._factor) if self._factor != 1 else piece)
         else:
             self.finish()
@@ -200,11 +202,12 @@ class GradReducer:
     def _keep(self, index: int, piece: torch.Tensor) -> None:
         """Set or add to the sharded parameter's gradient."""
         param = self._params[index]
-        piece = piece.to(device=self._context.device, dtype=self._layout.dtype)
-        if param.grad is None:
+        if piece.dtype != self._layout.dtype or piece.device != param.local.device:
+            piece = piece.to(device=param.local.device, dtype=self._layout.dtype)
+        grad = param.grad
+        if grad is None:
             param.grad = param.like(piece)
         else:
-            grad = param.grad
             assert isinstance(grad, ShardTensor)
             grad.add_(param.like(piece))
 

@@ -128,6 +128,7 @@ class Schedule:
         """Have autograd call ``finish_backward`` when it is done, once per backward. Local."""
         self.recover()
         if self._ending is None:
+            self._land()  # what the last backward left in flight
             ending = _EndOfBackward(self)
             self._ending = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)

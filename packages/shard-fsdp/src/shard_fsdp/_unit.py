@@ -127,6 +127,11 @@ class Unit:
         """Whether somebody outside may still read full parameters."""
         return self.keeps_full or self._remakes_graph
 
+    @property
+    def has_buffers(self) -> bool:
+        """Whether full parameters live in buffers that are freed, and not in the shards."""
+        return not all(group.aliased for group in self.groups)
+
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a full buffer that will be freed. Local."""
         return any(group.lends(tensor) for group in self.groups)

@@ -53,7 +53,7 @@ def _check_range(
     param: ShardTensor, grad: ShardTensor, name_of: Callable[[torch.Tensor], str]
 ) -> None:
     mine, theirs = param.spec, grad.spec
-    if mine is not theirs and (mine.start, mine.stop) != (theirs.start, theirs.stop):
+    if mine is not theirs and not mine.is_cut_like(theirs, param.comm.size):
         raise ValueError(
             f"{name_of(param)}: expected a gradient of the range [{mine.start}, {mine.stop}), got "
             f"[{theirs.start}, {theirs.stop}) (rank {param.comm.rank} of {param.comm.size}); make "

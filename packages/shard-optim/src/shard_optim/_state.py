@@ -113,10 +113,10 @@ def _check_state(name: str, param: torch.Tensor, source: Saved) -> None:
             raise ValueError(
                 f"{name}: expected {slot} of shape {tuple(param.shape)}, got {tuple(value.shape)}"
             )
-        if isinstance(value, ShardTensor):
-            mine = param.spec if isinstance(param, ShardTensor) else None
-            if mine is None or (mine.start, mine.stop) != (value.spec.start, value.spec.stop):
-                raise ValueError(
-                    f"{name}: {slot} is a piece [{value.spec.start}, {value.spec.stop}) of another "
-                    f"sharding; load it with shard_ckpt, which moves state between world sizes"
-                )
+        if isinstance(value, ShardTensor) and not (
+            isinstance(param, ShardTensor) and param.spec.is_cut_like(value.spec, param.comm.size)
+        ):
+            raise ValueError(
+                f"{name}: {slot} is a piece [{value.spec.start}, {value.spec.stop}) of another "
+                f"sharding; load it with shard_ckpt, which moves state between world sizes"
+            )

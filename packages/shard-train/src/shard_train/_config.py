@@ -91,7 +91,7 @@ class RunConfig:
         sample: Bytes to generate at the end; 0 for none.
     """
 
-    steps: int = 160
+    steps: int = 130
     ranks: int = 2
     out: str = "runs/default"
     save_every: int = 40
