@@ -94,3 +94,24 @@ def test_map_keeps_the_kind_of_mapping() -> None:
     assert mapped.logits.dtype == torch.float32
     assert mapped["logits"] is mapped.logits
     assert output.logits.dtype == torch.bfloat16
+
+
+class Tagged(list[Any]):
+    def __init__(self, items: list[Any], tag: str) -> None:
+        super().__init__(items)
+        self.tag = tag
+
+
+def test_map_keeps_subclasses_of_sequences() -> None:
+    low = torch.ones(1, dtype=torch.bfloat16)
+    mapped = map_tensors(lambda t: t.float(), Tagged([low, 1], "tag"))
+    assert type(mapped) is Tagged
+    assert mapped.tag == "tag"
+    assert mapped[0].dtype == torch.float32
+
+
+def test_find_goes_as_deep_as_it_must() -> None:
+    nested: Any = torch.ones(1)
+    for _ in range(5_000):
+        nested = [nested]
+    assert _found(nested) == (1, True)

@@ -10,6 +10,8 @@ from itertools import combinations
 
 import torch
 
+from shard_flat._placement import ShardSpec
+
 _MAX_BLOCK_SUBSETS = 64
 _MULTIPLES_TRIED = 32
 
@@ -132,6 +134,15 @@ class FlatLayout:
             ValueError: ``rank`` is outside of ``range(world_size)``.
         """
         return tuple(self.piece(rank, i) for i in range(len(self.specs)))
+
+    def shard_spec(self, rank: int, index: int) -> ShardSpec:
+        """Return what a ShardTensor needs to know of ``rank``'s piece of parameter ``index``.
+
+        **Collective**: local, constant time.
+        """
+        piece, origin = self.piece(rank, index), self.starts[index]
+        spec = piece.spec
+        return ShardSpec(spec.name, spec.shape, piece.start, piece.stop, origin, self.shard_numel)
 
     def gaps(self) -> list[tuple[int, int]]:
         """Return the runs ``[start, stop)`` of the array that belong to no parameter. Local."""

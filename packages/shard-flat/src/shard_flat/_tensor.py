@@ -271,11 +271,8 @@ def shard_tensor(full: torch.Tensor, *, comm: GatherComm, name: str = "tensor") 
     **Collective**: local.
     """
     layout = plan_layout([ParamSpec(name, tuple(full.shape), full.dtype)], comm.size)
-    piece = layout.piece(comm.rank, 0)
-    spec = ShardSpec(
-        name, tuple(full.shape), piece.start, piece.stop, layout.starts[0], layout.shard_numel
-    )
-    local = full.detach().reshape(-1)[piece.start : piece.stop].clone()
+    spec = layout.shard_spec(comm.rank, 0)
+    local = full.detach().reshape(-1)[spec.start : spec.stop].clone()
     return ShardTensor(local, spec, comm=comm, requires_grad=full.requires_grad)
 
 

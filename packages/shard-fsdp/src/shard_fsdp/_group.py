@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_comm import Comm, Work
-from shard_flat import FullBuffer, ParamSpec, ShardSpec, ShardTensor, plan_layout
+from shard_flat import FullBuffer, ParamSpec, ShardTensor, plan_layout
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
@@ -133,15 +133,7 @@ class ParamGroup:
         return self.shard[piece.offset : piece.offset + piece.numel]
 
     def _shard_param(self, index: int, requires_grad: bool) -> ShardTensor:
-        piece = self.layout.piece(self.comm.rank, index)
-        spec = ShardSpec(
-            piece.spec.name,
-            piece.spec.shape,
-            piece.start,
-            piece.stop,
-            self.layout.starts[index],
-            self.layout.shard_numel,
-        )
+        spec = self.layout.shard_spec(self.comm.rank, index)
         tensor = ShardTensor(self._local(index), spec, comm=self.comm, mesh=self.context.mesh)
         param = nn.Parameter(tensor, requires_grad)
         assert isinstance(param, ShardTensor)

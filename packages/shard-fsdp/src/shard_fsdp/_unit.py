@@ -89,11 +89,11 @@ class Unit:
             kind = (param.dtype, param.requires_grad, param.device.type == "meta")
             by_kind.setdefault(kind, []).append(managed)
         self.groups = [ParamGroup(members, context) for members in by_kind.values()]
-        self._rest()
+        self._be_idle()
         for group in self.groups:
             group.register_sharded()
 
-    def _rest(self) -> None:
+    def _be_idle(self) -> None:
         self.active = 0
         self.to_run: set[nn.Module] = set()
         self.keeps_full = False
@@ -317,5 +317,5 @@ class Unit:
             else None
         )
         new.groups = [g.copy(context, memo) for g in self.groups if context is not None]
-        new._rest()
+        new._be_idle()
         return new

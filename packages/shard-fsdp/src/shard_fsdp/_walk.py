@@ -35,9 +35,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         items = [map_tensors(fn, v) for v in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
-        if hasattr(value, "_fields"):  # a named tuple
-            return type(value)(*items)
-        return type(value)(items)
+        return _sequence_like(value, items)
     if isinstance(value, Mapping):
         changed = {k: map_tensors(fn, v) for k, v in value.items()}
         if all(changed[k] is v for k, v in value.items()):
@@ -51,7 +49,8 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
             copied[k] = v
         return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        fields = {name: getattr(value, name) for name in names}
         new = {name: map_tensors(fn, v) for name, v in fields.items()}
         if all(new[name] is v for name, v in fields.items()):
             return value
@@ -70,30 +69,30 @@ def find_tensors(value: Any, into: list[torch.Tensor]) -> bool:
     Returns:
         False where something was met that may hide tensors, such as a function or a generator.
     """
-    return _find(value, into, set())
+    known = True
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, torch.Tensor):
+            into.append(each)
+        elif not isinstance(each, _PLAIN) and id(each) not in seen:
+            seen.add(id(each))
+            if isinstance(each, (Sequence, Set, ValuesView, deque)):
+                pending.extend(each)
+            elif isinstance(each, Mapping):
+                pending.extend(each.values())
+            elif callable(each) or isinstance(each, Iterator):
+                known = False
+                continue
+            pending.extend(_attributes(each))
+    return known
 
 
-def _find(value: Any, into: list[torch.Tensor], seen: set[int]) -> bool:
-    if isinstance(value, torch.Tensor):
-        into.append(value)
-        return True
-    if isinstance(value, _PLAIN):
-        return True
-    if id(value) in seen:
-        return True
-    seen.add(id(value))
-    if isinstance(value, (Sequence, Set, ValuesView, deque)):
-        return _find_all(value, into, seen) and _find_attributes(value, into, seen)
-    if isinstance(value, Mapping):
-        return _find_all(value.values(), into, seen) and _find_attributes(value, into, seen)
-    hides = callable(value) or isinstance(value, Iterator)
-    return not hides and _find_attributes(value, into, seen)
-
-
-def _find_attributes(value: Any, into: list[torch.Tensor], seen: set[int]) -> bool:
+def _attributes(value: Any) -> list[Any]:
     names = [name for cls in type(value).__mro__ for name in _slots(cls)]
     slots = [getattr(value, name) for name in names if hasattr(value, name)]
-    return _find_all([*getattr(value, "__dict__", {}).values(), *slots], into, seen)
+    return [*getattr(value, "__dict__", {}).values(), *slots]
 
 
 def _slots(cls: type) -> Iterable[str]:
@@ -103,8 +102,15 @@ def _slots(cls: type) -> Iterable[str]:
         yield f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
 
 
-def _find_all(values: Iterable[Any], into: list[torch.Tensor], seen: set[int]) -> bool:
-    known = True
-    for value in values:
-        known = _find(value, into, seen) and known
-    return known
+def _sequence_like(value: Any, items: list[Any]) -> Any:
+    """The same kind of list or tuple around other items, whatever its constructor takes."""
+    if type(value) in (list, tuple):
+        return type(value)(items)
+    if isinstance(value, list):
+        copied = copy.copy(value)
+        copied[:] = items
+        return copied
+    made = tuple.__new__(type(value), items)
+    if hasattr(value, "__dict__"):
+        made.__dict__.update(value.__dict__)
+    return made
