@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shard_comm import Comm
+from shard_comm import Comm, SoloComm
 from shard_flat import ShardTensor
 from shard_fsdp import fully_shard as _fully_shard
 from shard_testing import DecoderBlock, TinyDecoder, run_threads, token_batches
@@ -338,9 +338,99 @@ def _penalty(comm: Comm) -> None:
     assert not model[0]._shard_unit._is_full or comm.size == 1
 
 
+class _HandsThrough(torch.autograd.Function):
+    """Returns a view of its input, and needs the parameter in backward only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (weight,) = ctx.saved_tensors
+        return grad * weight, grad.sum(0)
+
+
+class _Straight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _HandsThrough.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out
+
+
+def _view_of_input(comm: Comm) -> None:
+    model = fully_shard(_Straight(), mesh=comm, reshard_after_forward=True)
+    x = torch.ones(1, 2, requires_grad=True)
+    model(x * 1).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2, 3]]
+    assert model.weight.grad.full_tensor().tolist() == [1, 1]
+
+
+def _shared_input(comm: Comm) -> None:
+    """One tensor that many forwards read does not hold on to them."""
+    model = fully_shard(_Straight(), mesh=comm, reshard_after_forward=True)
+    context = torch.ones(1, 2, requires_grad=True) * 1
+    for _ in range(5):
+        model(context)
+    hooks = context.grad_fn.metadata["shard_fsdp"]  # type: ignore[union-attr, index]
+    assert len(hooks.live_ends()) <= 1
+
+
+def _slices(comm: Comm) -> None:
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), mesh=comm)
+    part = model[:1]
+    assert type(part) is nn.Sequential
+    assert part[0] is model[0]
+    twice = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="one of them twice"):
+        fully_shard([twice, twice], mesh=comm)
+
+
+def _two_meshes(comm: Comm) -> None:
+    """The root on each rank alone, a unit inside over all ranks: differences are seen there."""
+    inner = fully_shard(_Choice(), mesh=comm)
+    model = fully_shard(_Around(inner), mesh=SoloComm())
+    if comm.size > 1:
+        with pytest.raises(RuntimeError, match=r"inner\.a .*inner\.b .*got a gradient on some"):
+            model(torch.ones(2), comm.rank == 0).sum().backward()
+    model.zero_grad()
+    model(torch.ones(2), True).sum().backward()
+    assert inner.a.grad.full_tensor().tolist() == [1, 1]
+
+
+class _Choice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2))
+        self.b = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return x * (self.a if first else self.b)
+
+
+class _Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x * self.weight, first)
+        return out
+
+
 @pytest.mark.parametrize(
     "check",
     [
+        _view_of_input,
+        _shared_input,
+        _slices,
+        _two_meshes,
         _returns_parameters,
         _penalty,
         _raises_midway,

@@ -132,6 +132,16 @@ def _half_precision(comm: Comm) -> None:
     assert full_grad(model.weight).item() == 40_000.0
 
 
+def _complex_parameter(comm: Comm) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = nn.Identity()
+    model.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+    model.forward = lambda x: (model.weight * x).abs().square().sum()
+    fully_shard(model, mesh=comm, mp_policy=policy)
+    model(torch.ones(2)).backward()
+    assert full_grad(model.weight).tolist() == [2 + 4j, 6 - 2j]  # of |w|**2
+
+
 # --- parameters of unusual layout ---
 
 
@@ -233,6 +243,7 @@ def _step_in_hook(comm: Comm) -> None:
         _clipped,
         _clipped_nan,
         _half_precision,
+        _complex_parameter,
         _odd_layouts,
         _buffers,
         _module_hooks,

@@ -8,6 +8,7 @@ begin the earlier one's, so that two full buffers are enough.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,19 +49,29 @@ class Call:
 
 
 class _NodeHooks:
-    """All hooks of one graph node."""
+    """All hooks of one graph node.
+
+    Calls to end are held weakly: a node may be the input of many forwards and outlive them.
+    """
 
     def __init__(self) -> None:
-        self.ends: list[Call] = []
+        self.ends: list[weakref.ref[Call]] = []
         self.begins: list[Call] = []
 
     def __call__(self, grads: Any) -> None:
-        for call in self.ends:
+        for call in self.live_ends():
             call.passed += 1
             if call.begun and call.passed == call.inputs:
                 call.unit.end_backward(call)
         for call in self.begins:
             call.unit.begin_backward(call)
+
+    def live_ends(self) -> list[Call]:
+        """Return the calls whose graphs still exist, and forget the others. Local."""
+        calls = [call for ref in self.ends if (call := ref()) is not None]
+        if len(calls) < len(self.ends):
+            self.ends = [weakref.ref(call) for call in calls]
+        return calls
 
 
 def watch_inputs(call: Call, tensors: Iterable[torch.Tensor]) -> list[Node]:
@@ -78,7 +89,9 @@ def watch_inputs(call: Call, tensors: Iterable[torch.Tensor]) -> list[Node]:
     nodes = list({_node_of(t) for t in tensors if t.requires_grad})
     call.inputs = len(nodes)
     for node in nodes:
-        _hooks_of(node).ends.append(call)
+        hooks = _hooks_of(node)
+        hooks.live_ends()
+        hooks.ends.append(weakref.ref(call))
     return nodes
 
 
@@ -90,10 +103,19 @@ def watch_outputs(call: Call, tensors: Iterable[torch.Tensor]) -> int:
 
     **Collective**: local.
     """
-    hooks = [_hooks_of(node) for node in {_node_of(t) for t in tensors if t.requires_grad}]
-    watched = [each for each in hooks if call not in each.ends]  # not an input handed through
-    for each in watched:
-        each.begins.append(call)
+    watched: dict[int, _NodeHooks] = {}
+    for tensor in tensors:
+        if not tensor.requires_grad:
+            continue
+        # A view of an input leads past the unit through its base, but not by its own node; an
+        # input that is handed through leads nowhere else.
+        for node in (_node_of(tensor), get_gradient_edge(tensor).node):
+            hooks = _hooks_of(node)
+            if call not in hooks.live_ends():
+                watched[id(hooks)] = hooks
+                break
+    for hooks in watched.values():
+        hooks.begins.append(call)
     return len(watched)
 
 

@@ -190,6 +190,8 @@ class _Wrapper:
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not modules:
         raise ValueError("expected at least one module, got an empty list")
+    if len({id(module) for module in modules}) < len(modules):
+        raise ValueError("expected different modules, got one of them twice")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module, got {type(module).__name__}")

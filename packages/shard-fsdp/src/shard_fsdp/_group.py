@@ -106,7 +106,7 @@ class ParamGroup:
             self.layout,
             self.sharded_params,
             context=self.context,
-            dtype=self.context.mp_policy.reduce_dtype or compute,
+            dtype=self.context.mp_policy.reduction_dtype(self.layout.dtype),
         )
         if self.shard.device.type == "meta":
             return

@@ -280,10 +280,19 @@ def wrap_class(module: nn.Module, unit: Unit) -> None:
     cls = type(module)
     wrapped = _wrapped_classes.get(cls)
     if wrapped is None:
-        wrapped = cast("type[nn.Module]", type(f"FSDP{cls.__name__}", (FSDPModule, cls), {}))
+        members = {"__getitem__": _getitem} if hasattr(cls, "__getitem__") else {}
+        wrapped = cast("type[nn.Module]", type(f"FSDP{cls.__name__}", (FSDPModule, cls), members))
         _wrapped_classes[cls] = wrapped
     module.__class__ = wrapped
     object.__setattr__(module, "_shard_unit", unit)
+
+
+def _getitem(self: Any, index: Any) -> Any:
+    """Index as the module does; a slice is a module of the plain class, as it is no unit."""
+    part = super(FSDPModule, self).__getitem__(index)
+    if type(part) is type(self) and "_shard_unit" not in part.__dict__:
+        part.__class__ = type(self).__bases__[1]
+    return part
 
 
 def _run(

@@ -36,6 +36,12 @@ class MixedPrecisionPolicy:
             return storage
         return self.param_dtype
 
+    def reduction_dtype(self, storage: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of parameters stored as ``storage`` are summed."""
+        if self.reduce_dtype is None or not storage.is_floating_point:
+            return self.compute_dtype(storage)
+        return self.reduce_dtype
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:

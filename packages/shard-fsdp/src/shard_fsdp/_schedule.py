@@ -14,7 +14,7 @@ from shard_fsdp._agree import Arrivals, agree_on_arrivals
 if TYPE_CHECKING:
     from shard_fsdp._boundary import Call
     from shard_fsdp._group import ParamGroup
-    from shard_fsdp._unit import Unit
+    from shard_fsdp._unit import Unit, UnitConfig
 
 logger = logging.getLogger("shard_fsdp")
 
@@ -176,16 +176,19 @@ class Schedule:
         """
         for unit in reversed(self.units):
             unit.reduce_touched()
-        config = self.root.config
-        verdict = agree_on_arrivals(self._arrivals(), config.comm, config.replicas)
-        for group in verdict.waiting:
-            self.reduce(group)
+        complaints = []
+        for config, arrivals in self._arrivals():
+            verdict = agree_on_arrivals(arrivals, config.comm, config.replicas)
+            for group in verdict.waiting:
+                self.reduce(group)
+            if verdict.complaint is not None:
+                complaints.append(verdict.complaint)
         if self.is_last_backward:
             self._land()
             self._left.clear()
         self._end_step()
-        if verdict.complaint is not None:
-            raise RuntimeError(verdict.complaint)
+        if complaints:
+            raise RuntimeError("; ".join(complaints))
 
     def reset(self) -> None:
         """Drop what a step left behind that an exception cut short.
@@ -211,11 +214,14 @@ class Schedule:
         for unit in self.units:
             unit.end_step()
 
-    def _arrivals(self) -> list[Arrivals]:
-        found = []
+    def _arrivals(self) -> list[tuple[UnitConfig, list[Arrivals]]]:
+        """What arrived, for each set of ranks that shares parameters, outer units first."""
+        found: dict[tuple[int, int], tuple[UnitConfig, list[Arrivals]]] = {}
         for unit in reversed(self.units):
             if not unit.settings.sync_gradients:
                 continue
+            ranks = (id(unit.config.comm), id(unit.config.replicas))
+            _, arrivals = found.setdefault(ranks, (unit.config, []))
             for group in unit.groups:
                 if not group.was_trainable:
                     continue
@@ -223,8 +229,8 @@ class Schedule:
                 before = self._reduced.get(group, arrived)
                 seen = [a or b for a, b in zip(arrived, before, strict=True)]
                 may_differ = unit.settings.zero_fill_unused
-                found.append(Arrivals(group, seen, any(arrived), may_differ))
-        return found
+                arrivals.append(Arrivals(group, seen, any(arrived), may_differ))
+        return list(found.values())
 
 
 class _EndOfBackward:

@@ -15,12 +15,26 @@ from collections.abc import (
     Set,
     ValuesView,
 )
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+# Beyond this many containers and objects an output is taken to hide tensors.
+_MOST_OBJECTS = 10_000
+_PLAIN = (
+    ModuleType,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -72,7 +86,7 @@ def find_tensors(value: Any, into: list[torch.Tensor]) -> bool:
     known = True
     seen: set[int] = set()
     pending = [value]
-    while pending:
+    while pending and len(seen) < _MOST_OBJECTS:
         each = pending.pop()
         if isinstance(each, torch.Tensor):
             into.append(each)
@@ -86,7 +100,7 @@ def find_tensors(value: Any, into: list[torch.Tensor]) -> bool:
                 known = False
                 continue
             pending.extend(_attributes(each))
-    return known
+    return known and not pending
 
 
 def _attributes(value: Any) -> list[Any]:
