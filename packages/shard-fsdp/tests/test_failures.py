@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -338,6 +339,62 @@ def _penalty(comm: Comm) -> None:
     assert not model[0]._shard_unit._is_full or comm.size == 1
 
 
+class _Boxed(nn.Module):
+    """Takes its input inside an object, where a leaf stays a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.merged = _Merged()
+
+    def forward(self, box: Any) -> torch.Tensor:
+        out: torch.Tensor = _Merged.forward(self.merged, box.value)
+        return out
+
+
+class _Box:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def _leaf_in_object(comm: Comm) -> None:
+    plain, model = _Merged(), fully_shard(_Boxed(), mesh=comm, reshard_after_forward=True)
+    x = torch.ones(2, 3, requires_grad=True)
+    want = torch.autograd.grad(plain(x).square().sum(), [x, plain.down, plain.up])
+    model(_Box(x)).square().sum().backward()
+    merged = model.merged
+    found = [x.grad, merged.down.grad.full_tensor(), merged.up.grad.full_tensor()]
+    for a, b in zip(want, found, strict=True):
+        torch.testing.assert_close(b, a)
+
+
+def _input_of_another_thread(comm: Comm) -> None:
+    made: list[torch.Tensor] = []
+
+    def make() -> None:
+        value = torch.ones(2, 3, requires_grad=True)
+        for _ in range(2_000):  # far ahead of this thread's count of nodes
+            value = value * 1
+        made.append(value)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    plain, model = _Merged(), fully_shard(_Merged(), mesh=comm, reshard_after_forward=True)
+    want = torch.autograd.grad(plain(made[0].detach()).square().sum(), [plain.down, plain.up])
+    model(made[0]).square().sum().backward()
+    for a, b in zip(want, [model.down, model.up], strict=True):
+        torch.testing.assert_close(b.grad.full_tensor(), a)
+
+
+def _assigned_between(comm: Comm) -> None:
+    model, first, second = _wrapped(comm)
+    out = model(torch.tensor([3.0]))
+    model.double().float()
+    with pytest.raises(RuntimeError, match="changed between forward and backward"):
+        out.sum().backward()
+    _good_step(model, first, second)
+
+
 class _HandsThrough(torch.autograd.Function):
     """Returns a view of its input, and needs the parameter in backward only."""
 
@@ -427,6 +484,9 @@ class _Around(nn.Module):
 @pytest.mark.parametrize(
     "check",
     [
+        _leaf_in_object,
+        _input_of_another_thread,
+        _assigned_between,
         _view_of_input,
         _shared_input,
         _slices,

@@ -26,7 +26,7 @@ class Call:
 
     Attributes:
         unit: whose forward it was.
-        versions: version counters of the unit's shards when it ran.
+        versions: of the unit's groups when it ran.
         generation: the schedule's, when it ran.
         position: its place in the order of forwards, for prefetching; -1 where it has none.
         begun: backward has reached its outputs and not yet passed all of its inputs.
@@ -34,7 +34,7 @@ class Call:
         passed: how many of them backward has reached.
     """
 
-    def __init__(self, unit: Unit, versions: list[int]) -> None:
+    def __init__(self, unit: Unit, versions: list[tuple[int, int]]) -> None:
         self.unit = unit
         self.versions = versions
         self.generation = -1
@@ -77,8 +77,9 @@ class _NodeHooks:
 def watch_inputs(call: Call, tensors: Iterable[torch.Tensor]) -> list[Node]:
     """End ``call``'s backward when the gradients of all these tensors are complete.
 
-    Leaves must come as views of themselves: autograd runs the node of a leaf before everything
-    else, also before parts of the unit that do not lead to it.
+    Leaves should come as views of themselves: autograd runs the node of a leaf before everything
+    else, also before parts of the unit that do not lead to it, and so it may do with a node that
+    another thread made. Such inputs leave the unit to the end of backward.
 
     Returns:
         The nodes; keep them until the forward has used the tensors, since nothing else holds the
@@ -86,9 +87,12 @@ def watch_inputs(call: Call, tensors: Iterable[torch.Tensor]) -> list[Node]:
 
     **Collective**: local.
     """
-    nodes = list({_node_of(t) for t in tensors if t.requires_grad})
+    nodes = list({get_gradient_edge(t).node for t in tensors if t.requires_grad})
     call.inputs = len(nodes)
+    latest = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     for node in nodes:
+        if node._sequence_nr() >= latest:
+            continue  # autograd may run it before parts of the unit: the end of backward ends it
         hooks = _hooks_of(node)
         hooks.live_ends()
         hooks.ends.append(weakref.ref(call))

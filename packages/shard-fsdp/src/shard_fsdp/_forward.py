@@ -53,7 +53,7 @@ class ForwardRun:
         # A forward that recomputes for a checkpoint feeds saved tensors to a graph that is
         # watched already.
         if torch.is_grad_enabled() and not unit.in_backward:
-            self._call = Call(unit, [group.shard._version for group in unit.groups])
+            self._call = Call(unit, [group.version for group in unit.groups])
             args, kwargs = map_tensors(_view_of_leaf, args), map_tensors(_view_of_leaf, kwargs)
             tensors: list[torch.Tensor] = []
             find_tensors((args, kwargs), tensors)

@@ -90,6 +90,7 @@ class ParamGroup:
 
     def _build(self) -> None:
         """Make what follows from the shard's dtype and device: full buffer and reducer."""
+        self._builds = getattr(self, "_builds", 0) + 1
         self._version = -1
         self._pieces = [p.local for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
@@ -226,6 +227,11 @@ class ParamGroup:
     # --- gathering ---
 
     @property
+    def version(self) -> tuple[int, int]:
+        """Which shard this is of those the group has had, and how often it was changed."""
+        return self._builds, self.shard._version
+
+    @property
     def is_stale(self) -> bool:
         """Whether the shard changed since it was gathered."""
         return self._version != self.shard._version
@@ -273,6 +279,8 @@ class ParamGroup:
         """Whether a tensor lies in the full buffer, and that is going to be freed. Local."""
         if self.aliased or tensor.layout is not torch.strided or isinstance(tensor, ShardTensor):
             return False
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False  # it has no storage of its own to look at
         return bool(tensor.untyped_storage()._cdata == self._full_cdata)
 
     def register_full(self) -> None:

@@ -16,7 +16,7 @@ from shard_fsdp._boundary import Call
 from shard_fsdp._group import GroupContext, ParamGroup
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
-from shard_fsdp._schedule import Schedule
+from shard_fsdp._schedule import Schedule, in_backward
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,8 @@ class Unit:
     def add_call(self, call: Call) -> None:
         """Note a forward that autograd recorded. Local."""
         self.schedule.record(call)
+        if in_backward():
+            return  # a checkpoint's forward again, whose graph may never be run
         self._recorded = (call.generation, self._unended(call.generation) + 1)
 
     def _unended(self, generation: int) -> int:
@@ -262,7 +264,7 @@ class Unit:
         if not self._begun and self._reshards_after_backward:
             self.reshard()
         generation = self.schedule.generation
-        if call.generation == generation:
+        if call.generation == generation and call.position >= 0:
             self._recorded = (generation, self._unended(generation) - 1)
         if self._unended(generation) == 0:
             self.reduce_touched()
@@ -291,7 +293,7 @@ class Unit:
 
     def _check_unchanged(self, call: Call) -> None:
         for group, version in zip(self.groups, call.versions, strict=True):
-            if group.shard._version != version:
+            if group.version != version:
                 raise RuntimeError(
                     f"{group.sharded_params[0].spec.name}: its group of parameters changed between "
                     f"forward and backward (rank {self.comm.rank} of {self.comm.size}); run "
