@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shard_comm import Comm
-from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
+from shard_flat import ParamSpec, ShardTensor, plan_layout
 from shard_optim import AdamW, clip_grad_norm_
 from shard_testing import run_ranks
 
@@ -62,11 +62,9 @@ def sharded_params(comm: Comm, shapes: Sequence[tuple[int, ...]]) -> list[ShardT
     layout = plan_layout(specs, comm.size)
     shard, grads = torch.randn(layout.shard_numel), torch.randn(layout.shard_numel)
     params: list[ShardTensor] = []
-    for piece, start in zip(layout.pieces(comm.rank), layout.starts, strict=True):
+    for index, piece in enumerate(layout.pieces(comm.rank)):
         own = slice(piece.offset, piece.offset + piece.numel)
-        spec = ShardSpec(
-            piece.spec.name, piece.spec.shape, piece.start, piece.stop, start, layout.shard_numel
-        )
+        spec = layout.shard_spec(comm.rank, index)
         param = nn.Parameter(ShardTensor(shard[own], spec, comm=comm))
         assert isinstance(param, ShardTensor)
         param.grad = param.like(grads[own])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shard_comm import Comm, Recorded
-from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
+from shard_flat import ParamSpec, ShardTensor, plan_layout
 from shard_fsdp._group import GroupContext
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
@@ -18,11 +18,10 @@ def _make(comm: Comm, settings: UnitSettings, dtype: torch.dtype = torch.float32
         [ParamSpec("a", (3,), torch.float32), ParamSpec("b", (2, 2), torch.float32)], comm.size
     )
     params = []
-    for spec, start in zip(layout.specs, layout.starts, strict=True):
-        whole = ShardSpec(spec.name, spec.shape, 0, 0, start, layout.shard_numel)
-        low, high = whole.range_of(comm.rank)
-        piece = ShardSpec(spec.name, spec.shape, low, high, start, layout.shard_numel)
-        params.append(ShardTensor(torch.zeros(high - low), piece, comm=comm, requires_grad=True))
+    for index in range(len(layout.specs)):
+        spec = layout.shard_spec(comm.rank, index)
+        piece = torch.zeros(spec.stop - spec.start)
+        params.append(ShardTensor(piece, spec, comm=comm, requires_grad=True))
     context = GroupContext(
         comm=comm,
         replicas=None,

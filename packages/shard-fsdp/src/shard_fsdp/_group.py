@@ -66,6 +66,7 @@ class ParamGroup:
     def __init__(self, params: Sequence[ManagedParam], context: GroupContext) -> None:
         self.context = context
         self.comm = context.comm
+        self._builds = 0
         self._slots = [p.slots for p in params]
         specs = [
             ParamSpec(p.name, tuple(p.original.shape), p.original.dtype, p.block) for p in params
@@ -90,7 +91,7 @@ class ParamGroup:
 
     def _build(self) -> None:
         """Make what follows from the shard's dtype and device: full buffer and reducer."""
-        self._builds = getattr(self, "_builds", 0) + 1
+        self._builds += 1
         self._version = -1
         self._pieces = [p.local for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
@@ -332,6 +333,7 @@ class ParamGroup:
         new.context = context
         new.comm = context.comm
         new.layout = self.layout
+        new._builds = 0
         new._slots = [
             [(copy.deepcopy(module, memo), attribute) for module, attribute in slots]
             for slots in self._slots

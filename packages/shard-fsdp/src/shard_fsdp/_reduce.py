@@ -57,6 +57,8 @@ class GradReducer:
         self._layout = layout
         self._params = params
         self._dtype = dtype
+        self._pieces = layout.pieces(context.comm.rank)
+        self._gaps = layout.gaps()
         self._buffer: FullBuffer | None = None
         self._slots: list[torch.Tensor] = []
         self._flight: _Flight | None = None
@@ -127,7 +129,7 @@ class GradReducer:
         for index, slot in enumerate(self._slots):
             if not arrived[index]:
                 slot.zero_()
-        for start, stop in self._layout.gaps():
+        for start, stop in self._gaps:
             self._buffer.data[start:stop].zero_()
         out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
         work = self._comm.reduce_scatter(out, self._buffer.data, async_op=True)
@@ -150,22 +152,20 @@ class GradReducer:
         if self._partial is not None:
             reduced.add_(self._partial)
             self._partial = None
+        wanted = [a or b for a, b in zip(flight.wanted, self._pending, strict=True)]
         if self._context.replicas is not None:
             if not settings.all_reduce_gradients:
-                self._partial = reduced
-                self._pending = [a or b for a, b in zip(flight.wanted, self._pending, strict=True)]
+                self._partial, self._pending = reduced, wanted
                 return
             self._context.replicas.all_reduce(reduced)
-        wanted = [a or b for a, b in zip(flight.wanted, self._pending, strict=True)]
         self._pending = [False] * len(self._params)
         if self._factor != 1:
             reduced.div_(self._factor)
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(reduced)
         shard = reduced.to(device=self._context.device, dtype=self._layout.dtype)
-        pieces = self._layout.pieces(self._comm.rank)
         for index in _indices(wanted):
-            piece = pieces[index]
+            piece = self._pieces[index]
             self._keep(index, shard[piece.offset : piece.offset + piece.numel])
         self._fire_user_hooks(wanted)
 

@@ -162,9 +162,7 @@ class Schedule:
         """
         while len(self._flying) >= self.max_flying:
             self._flying.pop(0).reducer.finish()
-        arrived = group.reducer.arrived
-        before = self._reduced.get(group, arrived)
-        self._reduced[group] = [a or b for a, b in zip(arrived, before, strict=True)]
+        self._reduced[group] = self._seen(group)
         group.reducer.launch()
         self._flying.append(group)
 
@@ -214,6 +212,12 @@ class Schedule:
         for unit in self.units:
             unit.end_step()
 
+    def _seen(self, group: ParamGroup) -> list[bool]:
+        """Which parameters got a gradient in this backward, reduced already or not."""
+        arrived = group.reducer.arrived
+        before = self._reduced.get(group, arrived)
+        return [a or b for a, b in zip(arrived, before, strict=True)]
+
     def _arrivals(self) -> list[tuple[UnitConfig, list[Arrivals]]]:
         """What arrived, for each set of ranks that shares parameters, outer units first."""
         found: dict[tuple[int, int], tuple[UnitConfig, list[Arrivals]]] = {}
@@ -225,11 +229,9 @@ class Schedule:
             for group in unit.groups:
                 if not group.was_trainable:
                     continue
-                arrived = group.reducer.arrived
-                before = self._reduced.get(group, arrived)
-                seen = [a or b for a, b in zip(arrived, before, strict=True)]
+                waiting = any(group.reducer.arrived)
                 may_differ = unit.settings.zero_fill_unused
-                arrivals.append(Arrivals(group, seen, any(arrived), may_differ))
+                arrivals.append(Arrivals(group, self._seen(group), waiting, may_differ))
         return list(found.values())
 
 
