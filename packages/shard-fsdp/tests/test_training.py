@@ -209,7 +209,7 @@ def _unused_output(comm: Comm) -> None:
     first.sum().backward()
     assert full_grad(model.a.weight).item() == 1
     assert model.b.weight.grad is None
-    assert not any(u._is_full for u in model._shard_unit.schedule.units)  # type: ignore[union-attr]
+    assert not any(u.has_storage for u in model._shard_unit.schedule.units)  # type: ignore[union-attr]
     first, second = model(torch.ones(1, requires_grad=True))
     first.sum().backward(retain_graph=True)
     second.sum().backward()

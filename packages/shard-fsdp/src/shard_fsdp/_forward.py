@@ -73,6 +73,7 @@ class ForwardRun:
         complaint = self._close()
         if complaint is not None:
             unit.reshard()
+            unit.schedule.leave_forward()
             raise RuntimeError(complaint)
         unit.to_run.discard(self._module)
         if unit.config.mp_policy.output_dtype is not None:
@@ -86,9 +87,9 @@ class ForwardRun:
             unit.keeps_full = unit.keeps_full or not all_seen
             if watch_outputs(self._call, tensors):
                 unit.add_call(self._call)
-        idle = unit.active == 0 and not unit.to_run and not in_backward()
-        if idle and unit.reshards_after_forward and not unit.is_needed:
-            unit.reshard_after_forward()
+        if not unit.to_run:
+            unit.end_forward()
+        unit.schedule.leave_forward()
         return output
 
     @_disable_dynamo
@@ -99,6 +100,7 @@ class ForwardRun:
         unit.to_run.clear()
         if unit.active == 0 and not in_backward():
             unit.reshard()
+        unit.schedule.leave_forward()
 
     def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output that is a parameter, or a view of one, must outlive the full buffer."""
@@ -107,7 +109,6 @@ class ForwardRun:
     def _close(self) -> str | None:
         unit = self._unit
         unit.active -= 1
-        unit.schedule.leave_forward()
         self._inputs = []
         return unit.hide()
 

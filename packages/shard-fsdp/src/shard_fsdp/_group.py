@@ -235,10 +235,14 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether the shard changed since it was gathered."""
-        return self._version != self.shard._version
+        return not self.aliased and self._version != self.shard._version
 
-    def unshard(self) -> Work:
-        """Start filling the full buffer from all ranks' shards. Collective."""
+    def unshard(self, *, use_part: bool = False) -> Work:
+        """Start filling the full buffer from all ranks' shards. Collective.
+
+        Args:
+            use_part: fill it over fewer ranks, where ``keep_part`` left what that needs.
+        """
         if self.shard.device.type == "meta":
             raise RuntimeError(
                 f"{self.sharded_params[0].spec.name}: the parameter is on the meta device and has "
@@ -246,13 +250,11 @@ class ParamGroup:
                 f"to_empty() and give it values"
             )
         part, self._part = self._part, None
-        if self.is_stale:
-            part = None
         self._version = self.shard._version
         if self.aliased:
             return Work()
         self._full.allocate()
-        if part is not None:
+        if use_part and part is not None:
             comm, kept = part
             return comm.all_gather(self._full.data, kept, async_op=True)
         source = self.shard
@@ -262,19 +264,17 @@ class ParamGroup:
                 source.copy_(self.shard, non_blocking=True)  # the cast
         return self.comm.all_gather(self._full.data, source, async_op=True)
 
-    def reshard(self) -> None:
+    def release(self) -> None:
         """Free the full buffer. Local."""
-        self._part = None
         if not self.aliased:
             self._full.release()
 
-    def reshard_partly(self, comm: Comm) -> None:
-        """Keep one part in ``comm.size`` of the full buffer and free the rest. Local."""
+    def keep_part(self, comm: Comm) -> None:
+        """Copy one part in ``comm.size`` of the full buffer, for the next gather. Local."""
         if not self.aliased:
             numel = self.layout.numel // comm.size
             kept = self._full.data[comm.rank * numel : (comm.rank + 1) * numel].clone()
             self._part = (comm, kept)
-            self._full.release()
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the full buffer, and that is going to be freed. Local."""

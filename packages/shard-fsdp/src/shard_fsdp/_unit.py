@@ -56,9 +56,12 @@ class Unit:
         schedule: shared with all units of the same root.
         active: forwards of its modules that are running now.
         to_run: modules that have not run yet since the unit was last gathered for a forward.
+        is_full: all ranks gathered it and have not resharded it since.
+        gathered_in: the schedule's count of pauses when it was gathered.
+        has_storage: its full buffers hold something, gathered or on the way.
         keeps_full: its last forward returned an object that may hide tensors, so nothing would
-            gather again before their backward, or that shows full parameters; they stay until the
-            next forward.
+            gather again before their backward, or that shows full parameters; the storage stays
+            until the next forward, though the unit counts as resharded, as it may on other ranks.
     """
 
     def __init__(
@@ -97,12 +100,15 @@ class Unit:
         self.active = 0
         self.to_run: set[nn.Module] = set()
         self.keeps_full = False
+        self.is_full = False
+        self.gathered_in = 0
+        self.has_storage = False
         self._gathering: list[Work] = []
-        self._is_full = False
         self._begun: list[Call] = []
         self._recorded = (0, 0)  # a generation, and how many of its calls have not ended
         self._touched = False
         self._remakes_graph = False
+        self._graph_is_spent = False
         self._users = 0
         self._is_exposed = False
 
@@ -123,11 +129,6 @@ class Unit:
         return bool(self._begun)
 
     @property
-    def is_needed(self) -> bool:
-        """Whether somebody outside may still read full parameters."""
-        return self.keeps_full or self._remakes_graph
-
-    @property
     def has_buffers(self) -> bool:
         """Whether full parameters live in buffers that are freed, and not in the shards."""
         return not all(group.aliased for group in self.groups)
@@ -142,26 +143,48 @@ class Unit:
 
     def _on_arrival(self) -> None:
         self.schedule.start_backward()
+        if not self._touched and (self._gathering or not self.has_storage):
+            raise RuntimeError(
+                f"{self.name}: a gradient came back that did not pass through the outputs of its "
+                f"forward (rank {self.comm.rank} of {self.comm.size}), so the parameters may have "
+                f"been read before they were gathered; return what the loss depends on from "
+                f"forward, or call set_reshard_after_forward(False)"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of its first parameter, for messages."""
+        return self.groups[0].sharded_params[0].spec.name if self.groups else "a unit without any"
 
     # --- gathering ---
 
-    def unshard(self) -> bool:
-        """Start gathering, unless that was done and the shards have not changed.
+    def unshard(self, *, for_backward: bool = False) -> bool:
+        """Start gathering, unless that was done.
+
+        Args:
+            for_backward: gather from the smaller group that forward resharded to, if any.
 
         Returns:
             Whether a gather was started.
 
         **Collective**: all ranks.
         """
+        if self.is_full:
+            return False
         if not self._is_exposed:
             for group in self.groups:
                 group.settle()
-        if self._is_full and not any(group.is_stale for group in self.groups):
-            return False
         self.wait_for_unshard()
-        self._gathering = [group.unshard() for group in self.groups]
-        self._is_full = True
+        self.schedule.trail_of(self).append(f"gather {self.name}")
+        self._gathering = [group.unshard(use_part=for_backward) for group in self.groups]
+        self.is_full = self.has_storage = True
+        self.gathered_in = self.schedule.pauses
         return True
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard changed since it was gathered, as far as this rank knows."""
+        return any(group.is_stale for group in self.groups)
 
     def wait_for_unshard(self) -> None:
         """Wait until the full parameters are there."""
@@ -170,41 +193,51 @@ class Unit:
             for work in gathering:
                 work.wait()
         except BaseException:
-            self._is_full = False
+            self.is_full = False
             raise
 
-    def reshard(self) -> None:
+    def reshard(self, part: Comm | None = None) -> None:
         """Free the full buffers, unless a forward or a backward is using them.
+
+        Args:
+            part: keep what gathering over these ranks alone needs.
 
         **Collective**: local, except that a gather under way is waited for.
         """
         self.wait_for_unshard()
-        if self._is_full and not self._users:
-            self._is_full = False
-            for group in self.groups:
-                group.reshard()
-
-    def reshard_after_forward(self) -> None:
-        """Free the full buffers, or all but a part of them. Local."""
-        part = self.config.part_comm
-        if part is None or not torch.is_grad_enabled():
-            self.reshard()
+        if self._users:
             return
-        self.wait_for_unshard()
-        if self._is_full:
-            self._is_full = False
+        if part is not None and self.is_full:
             for group in self.groups:
-                group.reshard_partly(part)
+                group.keep_part(part)
+        self.is_full = False
+        if self.has_storage and not (self.keeps_full or self._remakes_graph):
+            self.has_storage = False
+            for group in self.groups:
+                group.release()
 
-    def expose(self) -> None:
+    def end_forward(self) -> None:
+        """Free what the settings say, once none of its forwards is running. Local."""
+        self.to_run.clear()
+        if self.active or in_backward():
+            return
+        if self.reshards_after_forward:
+            self.reshard(self.config.part_comm if torch.is_grad_enabled() else None)
+
+    def expose(self, *, for_backward: bool = False) -> None:
         """Gather, and let the modules see full parameters until as many calls of ``hide``.
 
         **Collective**: all ranks.
         """
         self._users += 1
-        self.unshard()
+        self.unshard(for_backward=for_backward)
         self.wait_for_unshard()
         if not self._is_exposed:
+            if self.is_stale:
+                raise RuntimeError(
+                    f"{self.name}: its group of parameters changed after it was gathered (rank "
+                    f"{self.comm.rank} of {self.comm.size}); call reshard() before changing them"
+                )
             self._is_exposed = True
             for group in self.groups:
                 group.register_full()
@@ -246,14 +279,15 @@ class Unit:
         """Backward has reached the outputs of ``call``. Collective."""
         self.schedule.start_backward()
         self._touched = True
-        self._remakes_graph = torch.is_grad_enabled()  # create_graph: it holds full parameters
+        if torch.is_grad_enabled():  # create_graph: the new graph holds full parameters
+            self._remakes_graph = True
         if not self.settings.unshard_in_backward or call.begun:
             return
         self._check_unchanged(call)
         call.rewind()
         call.begun = True
         self._begun.append(call)
-        self.expose()  # a checkpoint inside may run parts of the forward again
+        self.expose(for_backward=True)  # a checkpoint inside may run parts of the forward again
         self.schedule.prefetch_backward(call)
 
     def end_backward(self, call: Call) -> None:
@@ -261,7 +295,7 @@ class Unit:
         call.rewind()
         self._begun.remove(call)
         self.hide()
-        if not self._begun and self._reshards_after_backward:
+        if not self._begun and self.settings.reshard_after_backward:
             self.reshard()
         generation = self.schedule.generation
         if call.generation == generation and call.position >= 0:
@@ -273,23 +307,31 @@ class Unit:
         """Reduce the gradients of a unit that this backward reached, if told to. Collective."""
         if self._touched and self.settings.sync_gradients:
             for group in self.trainable_groups():
-                self.schedule.reduce(group)
+                self.schedule.reduce(self, group)
         self._touched = False
 
-    def end_step(self) -> None:
-        """Be ready for the next forward. Local."""
+    def end_step(self, *, remakes_graph: bool = False) -> None:
+        """Be ready for the next forward. Local.
+
+        Args:
+            remakes_graph: the backward that ended made a graph of itself, so one more may come.
+        """
         self._touched = False
         begun, self._begun = self._begun, []
         for call in begun:
             call.rewind()
             self.hide()
         self.to_run.clear()
-        if self._reshards_after_backward:
+        self._graph_is_spent = self._remakes_graph and not remakes_graph
+        if self.settings.reshard_after_backward:
             self.reshard()
 
-    @property
-    def _reshards_after_backward(self) -> bool:
-        return self.settings.reshard_after_backward and not self.is_needed
+    def begin_step(self) -> None:
+        """Drop what only an earlier forward's graph needed. Local."""
+        if self._graph_is_spent:
+            self._graph_is_spent = self._remakes_graph = False
+            if not self.is_full:
+                self.reshard()
 
     def _check_unchanged(self, call: Call) -> None:
         for group, version in zip(self.groups, call.versions, strict=True):
