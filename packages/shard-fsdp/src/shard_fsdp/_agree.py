@@ -146,9 +146,10 @@ def _where_trails_part(trail: Trail, comm: Comm, replicas: Comm | None) -> str:
             return (
                 f"the ranks launched different collectives, so their data are mixed up and the "
                 f"gradients are not to be used; the first difference is at number {index}: "
-                f"{calls}. All ranks must run the same units in the same order"
+                f"{calls}. All ranks must use the same units in the same order, in backward too: "
+                f"a loss that does not depend on a unit adds 0 * its output"
             )
     return (
         f"the ranks launched different collectives, longer ago than the last {len(trail.last)}; "
-        f"all ranks must run the same units in the same order"
+        f"all ranks must use the same units in the same order"
     )

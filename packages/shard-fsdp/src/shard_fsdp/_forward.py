@@ -9,10 +9,10 @@ from torch import nn
 from torch._compile import _disable_dynamo  # torch._dynamo.disable without importing it yet
 from torch.autograd.graph import Node
 
-from shard_fsdp._boundary import Call, watch_inputs, watch_outputs
+from shard_fsdp._boundary import Call, is_made_since, watch_inputs, watch_outputs
 from shard_fsdp._schedule import in_backward
 from shard_fsdp._unit import Unit
-from shard_fsdp._walk import find_tensors, map_tensors
+from shard_fsdp._walk import find_attributes, find_tensors, map_tensors
 
 
 class ForwardRun:
@@ -30,6 +30,8 @@ class ForwardRun:
         self._module = module
         self._call: Call | None = None
         self._inputs: list[Node] = []
+        self._containers: list[Any] = []  # arguments that the forward may put tensors into
+        self._first_stray = len(unit.schedule.strays)
 
     @_disable_dynamo
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -58,6 +60,8 @@ class ForwardRun:
             tensors: list[torch.Tensor] = []
             find_tensors((args, kwargs), tensors)
             self._inputs = watch_inputs(self._call, tensors)
+            values = (*args, *kwargs.values())
+            self._containers = [v for v in values if not isinstance(v, torch.Tensor)]
         return args, kwargs
 
     @_disable_dynamo
@@ -85,7 +89,7 @@ class ForwardRun:
         unit.keeps_full = any(unit.lends(t) for t in tensors)
         if self._call is not None:
             unit.keeps_full = unit.keeps_full or not all_seen
-            if watch_outputs(self._call, tensors):
+            if watch_outputs(self._call, tensors + self._find_strays(self._call)):
                 unit.add_call(self._call)
         if not unit.to_run:
             unit.end_forward()
@@ -101,6 +105,21 @@ class ForwardRun:
         if unit.active == 0 and not in_backward():
             unit.reshard()
         unit.schedule.leave_forward()
+
+    def _find_strays(self, call: Call) -> list[torch.Tensor]:
+        """Tensors that this forward made and put elsewhere than into its output.
+
+        They are looked for in the attributes of the unit's modules and in its arguments; those
+        of units inside were found when these ended.
+        """
+        strays = self._unit.schedule.strays
+        found: list[torch.Tensor] = []
+        for module in self._unit.own_modules():
+            find_attributes(module, found)
+        if self._containers:
+            find_tensors(self._containers, found)
+        strays += [t for t in found if is_made_since(t, call.began_at)]
+        return strays[self._first_stray :]
 
     def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output that is a parameter, or a view of one, must outlive the full buffer."""

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_comm import Comm, Work
@@ -96,6 +97,7 @@ class ParamGroup:
         self._pieces = [p.local for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
         self._hooked = [False] * len(self.sharded_params)
+        self._accumulators: list[Node] = []  # of full parameters that have been trained
         self._seen_versions: list[int] = []
         compute = self.context.mp_policy.compute_dtype(self.layout.dtype)
         self.aliased = (
@@ -284,6 +286,13 @@ class ParamGroup:
             return False  # it has no storage of its own to look at
         return bool(tensor.untyped_storage()._cdata == self._full_cdata)
 
+    def expects_gradients(self) -> bool:
+        """Whether the backward that runs accumulates gradients of the parameters at all.
+
+        ``torch.autograd.grad`` does not, unless told to. Local, in a backward only.
+        """
+        return any(_will_run(node) for node in self._accumulators)
+
     def register_full(self) -> None:
         """Let the modules see the full parameters. Local."""
         for i, (slots, full, sharded) in enumerate(
@@ -294,6 +303,8 @@ class ParamGroup:
             if sharded.requires_grad and not self._hooked[i]:
                 self._hooked[i] = True
                 full.register_post_accumulate_grad_hook(self.reducer.hook_for(i))
+                with torch.inference_mode(False), torch.enable_grad():
+                    self._accumulators.append(get_gradient_edge(full).node)
             for module, attribute in slots:
                 module._parameters[attribute] = full
         self._seen_versions = [full._version for full in self.full_params]
@@ -309,10 +320,18 @@ class ParamGroup:
 
         Such a change is gone once the buffer is freed. Local.
         """
-        for full, version, sharded, slots in zip(
-            self.full_params, self._seen_versions, self.sharded_params, self._slots, strict=True
+        base, itemsize = self._full.data.data_ptr(), self._full.data.element_size()
+        places = (base + start * itemsize for start in self.layout.starts)
+        for full, version, place, sharded, slots in zip(
+            self.full_params,
+            self._seen_versions,
+            places,
+            self.sharded_params,
+            self._slots,
+            strict=True,
         ):
-            replaced = slots[0][0]._parameters[slots[0][1]] is not full
+            found = slots[0][0]._parameters.get(slots[0][1])
+            replaced = found is not full or (full.numel() > 0 and full.data_ptr() != place)
             if replaced or (full._version != version and not self.aliased):
                 what = "replaced" if replaced else "changed"
                 return (
@@ -367,3 +386,11 @@ class ParamGroup:
         values: list[torch.Tensor | None] = [None] * len(self.sharded_params)
         values[index] = full.reshape(-1)
         self._copy_in(values)
+
+
+def _will_run(node: Node) -> bool:
+    """Whether the backward that runs will run ``node``, which accumulates a gradient."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+    except RuntimeError:  # autograd.grad() returns this gradient instead
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -101,8 +102,11 @@ class GradReducer:
             self.finish()
             self._make_buffer()
             slot = self._slots[index]
+            scale = self._scale
             if self.arrived[index]:
-                slot.add_(grad)
+                slot.add_(grad, alpha=scale)
+            elif scale != 1:
+                torch.mul(grad, scale, out=slot)
             else:
                 slot.copy_(grad)
         self.arrived[index] = True
@@ -159,8 +163,9 @@ class GradReducer:
                 return
             self._context.replicas.all_reduce(reduced)
         self._pending = [False] * len(self._params)
-        if self._factor != 1:
-            reduced.div_(self._factor)
+        factor = self._factor * self._scale
+        if factor != 1:
+            reduced.div_(factor)
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(reduced)
         shard = reduced.to(device=self._context.device, dtype=self._layout.dtype)
@@ -192,6 +197,17 @@ class GradReducer:
         replicas = self._context.replicas
         return self._comm.size * (1 if replicas is None else replicas.size)
 
+    @property
+    def _scale(self) -> float:
+        """What gradients are multiplied by before they are summed.
+
+        Half of the division by n, as the power of two near its root, where the sum of n float16
+        numbers could overflow; 1 elsewhere.
+        """
+        if self._dtype != torch.float16 or self._factor <= 1:
+            return 1.0
+        return 2.0 ** -math.ceil(math.log2(self._factor) / 2)
+
     def _make_buffer(self) -> None:
         if self._buffer is None:
             data = self._comm.empty(self._layout.numel, self._dtype)
@@ -204,12 +220,15 @@ class GradReducer:
         param = self._params[index]
         if piece.dtype != self._layout.dtype or piece.device != param.local.device:
             piece = piece.to(device=param.local.device, dtype=self._layout.dtype)
+        new = param.like(piece)
+        for hook in list((param._backward_hooks or {}).values()):  # from param.register_hook()
+            new = _checked(hook(new), new)
         grad = param.grad
         if grad is None:
-            param.grad = param.like(piece)
+            param.grad = new
         else:
             assert isinstance(grad, ShardTensor)
-            grad.add_(param.like(piece))
+            grad.add_(new)
 
     def _fire_user_hooks(self, wanted: list[bool]) -> None:
         for index in _indices(wanted):
@@ -217,6 +236,18 @@ class GradReducer:
             hooks = param._post_accumulate_grad_hooks
             for hook in list((hooks or {}).values()):
                 hook(param)
+
+
+def _checked(found: object, grad: ShardTensor) -> ShardTensor:
+    """What a user's hook on a sharded parameter's gradient returned; None keeps it."""
+    if found is None:
+        return grad
+    if not isinstance(found, ShardTensor) or found.spec != grad.spec:
+        raise TypeError(
+            f"{grad.spec.name}: expected a hook to return None or a ShardTensor like the gradient "
+            f"that it was given, got {type(found).__name__}"
+        )
+    return found
 
 
 def _indices(flags: Sequence[bool]) -> Iterator[int]:

@@ -35,6 +35,8 @@ class Schedule:
         pauses: counts ends of outermost forwards and of backwards; between them shards may change.
         is_last_backward: False leaves the last reduction in flight and keeps the recorded order,
             for another backward through the same forwards.
+        strays: tensors with a graph that the forwards that run now put elsewhere than into their
+            outputs.
         max_flying: reductions in flight at once.
     """
 
@@ -42,6 +44,7 @@ class Schedule:
         self.units: list[Unit] = []
         self.is_last_backward = True
         self.max_flying = 1
+        self.strays: list[torch.Tensor] = []
         self.generation = 0
         self.pauses = 0
         self._depth = 0
@@ -127,6 +130,7 @@ class Schedule:
         if self._depth or in_backward():
             return
         self.pauses += 1
+        self.strays.clear()
         for unit in (*self._ahead, *(u for u in self._entered if u.to_run)):
             unit.end_forward()
         self._ahead.clear()
@@ -179,7 +183,12 @@ class Schedule:
         **Collective**: local, except that a reduction in flight is waited for.
         """
         if self._ending is not None and self._ending() is None:
-            logger.warning("the last backward did not finish; its gradients are dropped")
+            lost = [u.name for u in self.units if any(any(g.reducer.arrived) for g in u.groups)]
+            logger.warning(
+                "the last backward did not finish: gradients that were not reduced yet are "
+                "dropped, those of earlier microbatches too (units of %s)",
+                ", ".join(lost[:8]) + (", ..." if len(lost) > 8 else "") if lost else "none",
+            )
             self.reset()
 
     def prefetch_backward(self, call: Call) -> None:

@@ -107,6 +107,7 @@ class Unit:
         self._begun: list[Call] = []
         self._recorded = (0, 0)  # a generation, and how many of its calls have not ended
         self._touched = False
+        self._own_modules: list[nn.Module] | None = None
         self._remakes_graph = False
         self._graph_is_spent = False
         self._users = 0
@@ -136,6 +137,17 @@ class Unit:
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in a full buffer that will be freed. Local."""
         return any(group.lends(tensor) for group in self.groups)
+
+    def own_modules(self) -> list[nn.Module]:
+        """Return the modules inside, without those of units inside. Local."""
+        if self._own_modules is None:
+            others = {id(m) for u in self.schedule.units if u is not self for m in u.modules}
+            self._own_modules, pending = [], list(self.modules)
+            while pending:
+                module = pending.pop()
+                self._own_modules.append(module)
+                pending += [c for c in module.children() if id(c) not in others]
+        return self._own_modules
 
     def trainable_groups(self) -> list[ParamGroup]:
         """Return the groups with at least one parameter that requires a gradient. Local."""
@@ -278,7 +290,8 @@ class Unit:
     def begin_backward(self, call: Call) -> None:
         """Backward has reached the outputs of ``call``. Collective."""
         self.schedule.start_backward()
-        self._touched = True
+        if any(group.expects_gradients() for group in self.groups):
+            self._touched = True
         if torch.is_grad_enabled():  # create_graph: the new graph holds full parameters
             self._remakes_graph = True
         if not self.settings.unshard_in_backward or call.begun:
