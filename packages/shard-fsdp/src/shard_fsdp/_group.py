@@ -303,7 +303,11 @@ class ParamGroup:
             if sharded.requires_grad and not self._hooked[i]:
                 self._hooked[i] = True
                 full.register_post_accumulate_grad_hook(self.reducer.hook_for(i))
-                with torch.inference_mode(False), torch.enable_grad():
+                with (
+                    torch._C._DisableFuncTorch(),
+                    torch.inference_mode(False),
+                    torch.enable_grad(),
+                ):
                     self._accumulators.append(get_gradient_edge(full).node)
             for module, attribute in slots:
                 module._parameters[attribute] = full
@@ -391,6 +395,6 @@ class ParamGroup:
 def _will_run(node: Node) -> bool:
     """Whether the backward that runs will run ``node``, which accumulates a gradient."""
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad() returns this gradient instead
         return False

@@ -165,8 +165,8 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """The name of its first parameter, for messages."""
-        return self.groups[0].sharded_params[0].spec.name if self.groups else "a unit without any"
+        """The name of its first parameter, for messages; a unit without any has none."""
+        return self.groups[0].sharded_params[0].spec.name
 
     # --- gathering ---
 
@@ -187,7 +187,8 @@ class Unit:
             for group in self.groups:
                 group.settle()
         self.wait_for_unshard()
-        self.schedule.trail_of(self).append(f"gather {self.name}")
+        if self.groups:
+            self.schedule.trail_of(self).append(f"gather {self.name}")
         self._gathering = [group.unshard(use_part=for_backward) for group in self.groups]
         self.is_full = self.has_storage = True
         self.gathered_in = self.schedule.pauses
@@ -242,8 +243,9 @@ class Unit:
         **Collective**: all ranks.
         """
         self._users += 1
-        self.unshard(for_backward=for_backward)
-        self.wait_for_unshard()
+        with torch._C._DisableFuncTorch():  # a transform around would wrap what is gathered
+            self.unshard(for_backward=for_backward)
+            self.wait_for_unshard()
         if not self._is_exposed:
             if self.is_stale:
                 raise RuntimeError(

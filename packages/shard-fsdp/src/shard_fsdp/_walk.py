@@ -114,10 +114,13 @@ def find_attributes(module: torch.nn.Module, into: list[torch.Tensor]) -> None:
     for name, value in module.__dict__.items():
         if isinstance(value, torch.Tensor):
             into.append(value)
-        elif isinstance(value, (list, tuple, dict, deque)) and name not in _OF_MODULES:
-            if 0 < len(value) <= _LONGEST_ATTRIBUTE:
-                items = value.values() if isinstance(value, dict) else value
-                into.extend(item for item in items if isinstance(item, torch.Tensor))
+        elif (
+            isinstance(value, (list, tuple, dict, deque))
+            and name not in _OF_MODULES
+            and len(value) <= _LONGEST_ATTRIBUTE
+        ):
+            items = value.values() if isinstance(value, dict) else value
+            into.extend(item for item in items if isinstance(item, torch.Tensor))
 
 
 def _attributes(value: Any) -> list[Any]:
