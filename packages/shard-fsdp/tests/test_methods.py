@@ -146,7 +146,7 @@ def _changed_order(comm: Comm) -> None:
         type(model).forward = forward
     assert [layer.weight.grad is None for layer in model] == [False, True, False]
     assert _grad(model[0].weight) == 2
-    assert not any(layer._shard_unit.has_storage for layer in model)
+    assert comm.size == 1 or not any(layer._shard_unit.has_storage for layer in model)
 
 
 def _forward_method(comm: Comm) -> None:
@@ -258,7 +258,7 @@ def _second_order(comm: Comm) -> None:
     assert g.grad.tolist() == [[6, 15]]
     assert layer.weight.grad.full_tensor().tolist() == [[1, 1, 1], [1, 1, 1]]
     model(x).sum().backward()
-    assert not layer._shard_unit.has_storage
+    assert comm.size == 1 or not layer._shard_unit.has_storage
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def _make(comm: Comm, settings: UnitSettings, dtype: torch.dtype = torch.float32
 
 def _full_grads(reducer: GradReducer) -> list[list[float] | None]:
     grads = []
-    for param in reducer._params:
+    for param in reducer._handout.params:
         assert param.grad is None or isinstance(param.grad, ShardTensor)
         grads.append(None if param.grad is None else param.grad.full_tensor().flatten().tolist())
     return grads

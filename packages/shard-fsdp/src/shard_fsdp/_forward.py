@@ -25,6 +25,11 @@ class ForwardRun:
         module: which of its modules runs.
     """
 
+    @staticmethod
+    def is_needed(unit: Unit) -> bool:
+        """Whether a forward has to be surrounded at all: not inside of one where all is free."""
+        return not (unit.is_exposed and unit.schedule.is_free)
+
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         self._unit = unit
         self._module = module
@@ -55,7 +60,7 @@ class ForwardRun:
         # A forward that recomputes for a checkpoint feeds saved tensors to a graph that is
         # watched already.
         if torch.is_grad_enabled() and not unit.in_backward:
-            self._call = Call(unit, [group.version for group in unit.groups])
+            self._call = unit.new_call()
             args, kwargs = map_tensors(_view_of_leaf, args), map_tensors(_view_of_leaf, kwargs)
             tensors: list[torch.Tensor] = []
             find_tensors((args, kwargs), tensors)
@@ -129,7 +134,9 @@ class ForwardRun:
         unit = self._unit
         unit.active -= 1
         self._inputs = []
-        return unit.hide()
+        complaint = unit.lost_change()
+        unit.hide()
+        return complaint
 
 
 def _view_of_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from shard_flat import FullBuffer, ParamSpec, ShardTensor, plan_layout
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
+from shard_fsdp._solo import SoloGrads
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,8 @@ class ParamGroup:
             and self.shard.device == self.comm.device
         )
         self.full_params: list[nn.Parameter] = []
-        self.reducer = GradReducer(
-            self.layout,
-            self.sharded_params,
-            context=self.context,
-            dtype=self.context.mp_policy.reduction_dtype(self.layout.dtype),
-        )
         if self.shard.device.type == "meta":
+            self.reducer = self._make_reducer()
             return
         data = self.shard if self.aliased else self.comm.empty(self.layout.numel, compute)
         self._full = FullBuffer(self.layout, data)
@@ -121,8 +117,16 @@ class ParamGroup:
             nn.Parameter(view, p.requires_grad)
             for view, p in zip(self._full.views(), self.sharded_params, strict=True)
         ]
+        self.reducer = self._make_reducer()
         if not self.aliased:
             self._full.release()
+
+    def _make_reducer(self) -> GradReducer | SoloGrads:
+        context = self.context
+        dtype = context.mp_policy.reduction_dtype(self.layout.dtype)
+        if self.comm.size == 1 and context.replicas is None:
+            return SoloGrads(self.full_params, self.sharded_params, context=context, dtype=dtype)
+        return GradReducer(self.layout, self.sharded_params, context=context, dtype=dtype)
 
     @torch.no_grad()
     def _copy_in(self, values: Sequence[torch.Tensor | None]) -> None:

@@ -30,6 +30,7 @@ class Schedule:
 
     Attributes:
         units: all of them, inner before outer.
+        is_free: nothing is ever gathered or cast, so all units go together with the outermost one.
         generation: counts forwards of the root and backwards; forwards of one generation are
             expected to be reached by one backward.
         pauses: counts ends of outermost forwards and of backwards; between them shards may change.
@@ -45,6 +46,7 @@ class Schedule:
         self.is_last_backward = True
         self.max_flying = 1
         self.strays: list[torch.Tensor] = []
+        self.is_free = False
         self.generation = 0
         self.pauses = 0
         self._depth = 0
@@ -98,6 +100,7 @@ class Schedule:
             for each in self.units:
                 each.begin_step()
             self._drop_stale()
+            self.is_free = all(each.is_free for each in self.units)
             self.generation += 1
             self._expected, self._entered = self._entered, []
             self._left.clear()
@@ -143,6 +146,8 @@ class Schedule:
         **Collective**: all ranks where something was kept, else local.
         """
         kept = [u for u in self.units if u.is_full and u.gathered_in != self.pauses]
+        for unit in kept:
+            unit.settle()
         for config, units in _by_ranks(kept):
             stale = [unit.is_stale for unit in units]
             for unit, drop in zip(

@@ -59,6 +59,7 @@ class Unit:
         is_full: all ranks gathered it and have not resharded it since.
         gathered_in: the schedule's count of pauses when it was gathered.
         has_storage: its full buffers hold something, gathered or on the way.
+        is_exposed: its modules see full parameters.
         keeps_full: its last forward returned an object that may hide tensors, so nothing would
             gather again before their backward, or that shows full parameters; the storage stays
             until the next forward, though the unit counts as resharded, as it may on other ranks.
@@ -111,7 +112,7 @@ class Unit:
         self._remakes_graph = False
         self._graph_is_spent = False
         self._users = 0
-        self._is_exposed = False
+        self.is_exposed = False
 
     @property
     def comm(self) -> Comm:
@@ -139,13 +140,14 @@ class Unit:
         return any(group.lends(tensor) for group in self.groups)
 
     def own_modules(self) -> list[nn.Module]:
-        """Return the modules inside, without those of units inside. Local."""
+        """Return the modules inside that a user wrote, without those of units inside. Local."""
         if self._own_modules is None:
             others = {id(m) for u in self.schedule.units if u is not self for m in u.modules}
             self._own_modules, pending = [], list(self.modules)
             while pending:
                 module = pending.pop()
-                self._own_modules.append(module)
+                if not type(module).__module__.startswith("torch.nn.modules."):
+                    self._own_modules.append(module)
                 pending += [c for c in module.children() if id(c) not in others]
         return self._own_modules
 
@@ -183,9 +185,8 @@ class Unit:
         """
         if self.is_full:
             return False
-        if not self._is_exposed:
-            for group in self.groups:
-                group.settle()
+        if not self.is_exposed:
+            self.settle()
         self.wait_for_unshard()
         if self.groups:
             self.schedule.trail_of(self).append(f"gather {self.name}")
@@ -198,6 +199,11 @@ class Unit:
     def is_stale(self) -> bool:
         """Whether a shard changed since it was gathered, as far as this rank knows."""
         return any(group.is_stale for group in self.groups)
+
+    def settle(self) -> None:
+        """Take in parameters that were assigned, cast or moved from outside. Local."""
+        for group in self.groups:
+            group.settle()
 
     def wait_for_unshard(self) -> None:
         """Wait until the full parameters are there."""
@@ -237,43 +243,75 @@ class Unit:
         if self.reshards_after_forward:
             self.reshard(self.config.part_comm if torch.is_grad_enabled() else None)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether its forwards need nothing but the full parameters, and those are the shards.
+
+        Hooks that wait for its gradients want them when its backward ends, and not later.
+        """
+        policy = self.config.mp_policy
+        casts = policy.output_dtype is not None or (
+            policy.param_dtype is not None and policy.cast_forward_inputs
+        )
+        if casts or self.has_buffers:
+            return False
+        params = (p for group in self.groups for p in group.sharded_params)
+        return not any(p._post_accumulate_grad_hooks for p in params)
+
     def expose(self, *, for_backward: bool = False) -> None:
         """Gather, and let the modules see full parameters until as many calls of ``hide``.
 
+        Where nothing is ever gathered, all units of the root go together.
+
         **Collective**: all ranks.
         """
+        for unit in self._together():
+            unit._expose(for_backward)
+
+    def hide(self) -> None:
+        """Undo one ``expose``: the last one lets the modules see sharded parameters. Local."""
+        for unit in self._together():
+            unit._hide()
+
+    def _together(self) -> list[Unit]:
+        return self.schedule.units if self.schedule.is_free else [self]
+
+    def _expose(self, for_backward: bool) -> None:
         self._users += 1
         with torch._C._DisableFuncTorch():  # a transform around would wrap what is gathered
             self.unshard(for_backward=for_backward)
             self.wait_for_unshard()
-        if not self._is_exposed:
+        if not self.is_exposed:
             if self.is_stale:
                 raise RuntimeError(
                     f"{self.name}: its group of parameters changed after it was gathered (rank "
                     f"{self.comm.rank} of {self.comm.size}); call reshard() before changing them"
                 )
-            self._is_exposed = True
+            self.is_exposed = True
             for group in self.groups:
                 group.register_full()
 
-    def hide(self) -> str | None:
-        """Undo one ``expose``: the last one lets the modules see sharded parameters.
-
-        Returns:
-            What is wrong if the modules changed a full parameter, a change that is lost.
-
-        **Collective**: local.
-        """
+    def _hide(self) -> None:
         self._users -= 1
-        complaint = None
-        if self._users == 0 and self._is_exposed:
-            self._is_exposed = False
+        if self._users == 0 and self.is_exposed:
+            self.is_exposed = False
             for group in self.groups:
-                complaint = complaint or group.lost_change()
                 group.register_sharded()
-        return complaint
+
+    def lost_change(self) -> str | None:
+        """Say which full parameter its modules changed, a change that would be lost. Local."""
+        for unit in self._together():
+            for group in unit.groups if unit.is_exposed else ():
+                complaint = group.lost_change()
+                if complaint is not None:
+                    return complaint
+        return None
 
     # --- backward ---
+
+    def new_call(self) -> Call:
+        """Return a record of a forward that begins now. Local."""
+        return Call(self, [group.version for unit in self._together() for group in unit.groups])
 
     def add_call(self, call: Call) -> None:
         """Note a forward that autograd recorded. Local."""
@@ -292,8 +330,8 @@ class Unit:
     def begin_backward(self, call: Call) -> None:
         """Backward has reached the outputs of ``call``. Collective."""
         self.schedule.start_backward()
-        if any(group.expects_gradients() for group in self.groups):
-            self._touched = True
+        for unit in self._together():
+            unit._touched = unit._touched or any(g.expects_gradients() for g in unit.groups)
         if torch.is_grad_enabled():  # create_graph: the new graph holds full parameters
             self._remakes_graph = True
         if not self.settings.unshard_in_backward or call.begun:
@@ -349,7 +387,8 @@ class Unit:
                 self.reshard()
 
     def _check_unchanged(self, call: Call) -> None:
-        for group, version in zip(self.groups, call.versions, strict=True):
+        groups = [group for unit in self._together() for group in unit.groups]
+        for group, version in zip(groups, call.versions, strict=True):
             if group.version != version:
                 raise RuntimeError(
                     f"{group.sharded_params[0].spec.name}: its group of parameters changed between "
