@@ -127,26 +127,29 @@ def _at_most_two_full(comm: Comm) -> None:
     assert not any(layer._shard_unit._is_full for layer in model)
 
 
+class _Route(nn.Sequential):
+    """Calls the layers that it is told to."""
+
+    route: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.route:
+            x = self[index](x)
+        return x
+
+
 def _changed_order(comm: Comm) -> None:
     """Another path than the recorded one: nothing stays gathered, values hold."""
-    model = _chain(comm, 3, reshard_after_forward=True)
+    layers = [fully_shard(_Layer(), mesh=comm, reshard_after_forward=True) for _ in range(3)]
+    model: Any = fully_shard(_Route(*layers), mesh=comm, reshard_after_forward=True)
     x = torch.ones(1, requires_grad=True)
-    model(x).sum().backward()
-    model.zero_grad()
-    forward = nn.Sequential.forward
-
-    def skip(self: Any, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self[2](self[0](x))
-        return out
-
-    type(model).forward = skip
-    try:
+    for route, grads in (((0, 1, 2), [4, 4, 4]), ((0, 2), [2, None, 2]), ((2, 1), [None, 2, 2])):
+        model.route = route
+        model.zero_grad()
         model(x).sum().backward()
-    finally:
-        type(model).forward = forward
-    assert [layer.weight.grad is None for layer in model] == [False, True, False]
-    assert _grad(model[0].weight) == 2
-    assert not any(layer._shard_unit._is_full for layer in model)
+        found = [None if p.grad is None else _grad(p) for p in model.parameters()]
+        assert found == grads
+        assert not any(layer._shard_unit._is_full for layer in model)
 
 
 def _forward_method(comm: Comm) -> None:
@@ -242,25 +245,6 @@ def _deepcopy(comm: Comm) -> None:
     assert twin.blocks[0]._shard_unit.schedule is twin._shard_unit.schedule
 
 
-def _second_order(comm: Comm) -> None:
-    """R7: d sum(g @ W) / dg is the row sums of W."""
-    layer: Any = nn.Linear(3, 2, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
-    fully_shard(layer, mesh=comm, reshard_after_forward=True)
-    model = fully_shard(nn.Sequential(layer), mesh=comm, reshard_after_forward=True)
-    x = torch.ones(1, 3, requires_grad=True)
-    g = torch.ones(1, 2, requires_grad=True)
-    (gx,) = torch.autograd.grad(model(x), x, g, create_graph=True)
-    assert gx.tolist() == [[5, 7, 9]]
-    gx.sum().backward()
-    assert g.grad is not None
-    assert g.grad.tolist() == [[6, 15]]
-    assert layer.weight.grad.full_tensor().tolist() == [[1, 1, 1], [1, 1, 1]]
-    model(x).sum().backward()
-    assert not layer._shard_unit._is_full
-
-
 @pytest.mark.parametrize(
     "check",
     [
@@ -271,10 +255,9 @@ def _second_order(comm: Comm) -> None:
         _not_last,
         _no_gather_in_backward,
         _deepcopy,
-        _second_order,
     ],
 )
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_methods(check: Any, world_size: int) -> None:
     run_threads(check, world_size)
 

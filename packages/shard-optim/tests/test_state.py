@@ -18,7 +18,7 @@ from shard_testing import run_threads
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
 
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
+worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
 def gathered(value: torch.Tensor) -> torch.Tensor:
@@ -201,11 +201,14 @@ def test_filling_a_fresh_optimizer_in_place_resumes(
 ) -> None:
     """What a checkpoint does: allocate, write into the tensors, step; the same bits go on."""
 
+    torch.manual_seed(0)
+    fulls = [torch.randn(37), torch.randn(3, 5), torch.randn(())]
+    grads: list[list[torch.Tensor | None]] = [
+        [torch.randn(full.shape) for full in fulls] for _ in range(6)
+    ]
+    grads[1][1] = None
+
     def rank(comm: Comm) -> None:
-        torch.manual_seed(0)
-        fulls = [torch.randn(37), torch.randn(3, 5), torch.randn(())]
-        grads = [[torch.randn(f.shape) for f in fulls] for _ in range(6)]
-        grads[1][1] = None  # type: ignore[call-overload]
         params = make_params(comm, fulls)
         optimizer = AdamW(params, lr=0.1)
         for step in grads[:3]:
