@@ -144,7 +144,8 @@ def _assigned_piecewise(comm: Comm) -> None:
 def _reset_parameters(comm: Comm) -> None:
     """torch's recipe: shard on meta, to_empty, then every module's own initialisation."""
     with torch.device("meta"):
-        model, plain = (nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5)) for _ in range(2))
+        model: Any = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
+        plain: Any = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
     fully_shard(model, mesh=comm)
     for each in (plain, model):
         each.to_empty(device="cpu")
@@ -153,7 +154,7 @@ def _reset_parameters(comm: Comm) -> None:
             for turn in range(comm.size):
                 if turn == comm.rank:
                     torch.manual_seed(7)
-                    part.reset_parameters()  # type: ignore[operator]
+                    part.reset_parameters()
                 comm.barrier()
     for want, got in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(full_value(got), want)

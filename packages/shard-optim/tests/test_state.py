@@ -116,6 +116,32 @@ def test_o3_frozen_after_training(
 
 
 @worlds
+def test_templates_hold_frozen_parameters_that_are_named(
+    make_params: MakeParams, world_size: int
+) -> None:
+    def rank(comm: Comm) -> None:
+        for names, expected in (
+            (True, ["p2"]),
+            ((), ["p2"]),
+            (["p0", "elsewhere"], ["p0", "p2"]),
+            ({"p0", "p1", "p2"}, ["p0", "p1", "p2"]),
+            (False, []),
+        ):
+            params = make_params(comm, [torch.ones(5), torch.ones(4), torch.ones(3)])
+            for param in params[:2]:
+                param.requires_grad_(False)
+            optimizer = AdamW(params)
+            template = optimizer.state_dict(allocate=names)
+            assert sorted(template["state"]) == expected
+            assert all(float(own["step"]) == 0 for own in template["state"].values())
+        with pytest.raises(TypeError, match="expected a collection of names, got 'p0'"):
+            optimizer.state_dict(allocate="p0")
+        assert not optimizer.state
+
+    run_threads(rank, world_size)
+
+
+@worlds
 def test_o4_one_empty_group_among_several(make_params: MakeParams, world_size: int) -> None:
     def rank(comm: Comm) -> list[tuple[Any, ...]]:
         first, last = make_params(comm, [torch.ones(5), torch.ones(4)])
