@@ -13,7 +13,7 @@ import check_types
 import ci_matrix
 import versions
 from _imports import read_imports
-from _readme import read_blocks
+from _readme import Block, read_blocks
 from _workspace import ROOT, Requirement, parse_requirement, read_workspace
 
 MEMBER = """\
@@ -185,6 +185,30 @@ class TestReadBlocks:
         )
         (block,) = read_blocks(page, "python")
         assert (block.line, block.code) == (8, "a = 1\n\nb = 2\n")
+
+    def test_the_indented_block_that_follows_is_what_the_code_prints(self, tmp_path: Path) -> None:
+        page = tmp_path / "page.md"
+        shown = "\n\n    1\n\n      2\n\n"
+        pages = {
+            f"```python\na\n```{shown}Text.\n": "1\n\n  2\n",
+            f"```python\na\n```{shown}": "1\n\n  2\n",
+            f"```python\na\n```\nText.{shown}": None,
+            f"```python\na\n```\n\n```sh\nb\n```{shown}": None,
+            "```python\na\n```\n": None,
+        }
+        for text, output in pages.items():
+            page.write_text(text, encoding="utf-8")
+            (block,) = read_blocks(page, "python")
+            assert block.output == output
+
+    def test_output_that_differs_from_the_page(self) -> None:
+        block = Block("python", 1, "run()\n", "loss 3.25 in ... s\n")
+        assert block.difference("loss 3.25 in 0.7 s\n") == ""
+        for printed in ("loss 3.26 in 0.7 s\n", "loss 3.25\n", ""):
+            difference = block.difference(printed)
+            assert "loss 3.25 in ... s" in difference
+            assert printed.strip() in difference
+        assert Block("python", 1, "run()\n").difference("what nobody shows\n") == ""
 
     def test_open_fence_is_refused(self, tmp_path: Path) -> None:
         page = tmp_path / "page.md"
