@@ -108,14 +108,15 @@ def _reading(comm: Comm, folder: str) -> None:
 
 
 def _loading(comm: Comm, folder: str) -> None:
-    for kind in (AdamW, torch.optim.Adam):
+    for kind, through_disk in ((AdamW, True), (AdamW, False), (torch.optim.Adam, False)):
         model = fully_shard(_Sum(), mesh=comm)
         trained, fresh = (kind(model.parameters(), lr=lr, weight_decay=0) for lr in (0.1, 0.5))
         model().backward()
         trained.step()
         grads = [param.grad for param in model.parameters()]
         state = trained.state_dict()
-        if isinstance(fresh, AdamW):
+        if through_disk:
+            assert isinstance(fresh, AdamW)
             state = _reload(state, fresh.state_dict(allocate=True), comm, folder)
         fresh.load_state_dict(copy.deepcopy(state))
         assert fresh.param_groups[0]["lr"] == 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -109,10 +110,15 @@ def _tiny(comm: Comm) -> None:
         for reshard in (True, False):
             inner = fully_shard(Scale(torch.ones(shape)), mesh=comm, reshard_after_forward=reshard)
             model = fully_shard(nn.Sequential(inner), mesh=comm, reshard_after_forward=reshard)
-            out = model(torch.tensor([1.0, 2.0, 3.0]))
+            x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+            out = model(x)
             out.sum().backward()
             assert out.flatten().tolist() == [1, 2, 3]
             assert full_grad(inner.weight).tolist() == torch.full(shape, 6.0).tolist()
+            assert x.grad is not None
+            assert x.grad.tolist() == [1, 1, 1]
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
+            assert full_value(inner.weight).tolist() == torch.full(shape, -2.0).tolist()
 
 
 # --- R4: a checkpointed parent, a sharded child, two forwards ---
@@ -252,25 +258,27 @@ CHANGES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 
 def _views(comm: Comm) -> None:
     weight = torch.tensor([[1.0, 2.0, -3.0], [0.5, -1.0, 2.0], [3.0, 1.0, 1.0]])
-    for view in VIEWS:
-        for change in CHANGES:
-            plain, model = (_ChangesInPlace(view, change) for _ in range(2))
-            for each in (plain, model):
-                each.load_state_dict({"inner.linear.weight": weight, "outer.weight": weight.t()})
-            fully_shard(model.inner, mesh=comm, reshard_after_forward=True)
+    for view, change, nested in itertools.product(VIEWS, CHANGES, (False, True)):
+        plain, model = (_ChangesInPlace(view, change) for _ in range(2))
+        for each in (plain, model):
+            each.load_state_dict({"inner.linear.weight": weight, "outer.weight": weight.t()})
+        fully_shard(model.inner, mesh=comm, reshard_after_forward=True)
+        if nested:
             fully_shard(model, mesh=comm, reshard_after_forward=True)
-            x = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
-            for leaf in (True, False):
-                plain.zero_grad()
-                model.zero_grad()
-                want, got = (each(x if leaf else x * 1) for each in (plain, model))
-                assert torch.equal(got, want)
-                want.sum().backward()
-                got.sum().backward()
-                for a, b in zip(plain.parameters(), model.parameters(), strict=True):
-                    assert a.grad is not None
-                    assert float(a.grad.abs().sum()) > 0
-                    torch.testing.assert_close(full_grad(b), a.grad)
+        for leaf in (True, False):
+            found = []
+            for each in (plain, model):
+                each.zero_grad()
+                x = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
+                out = each(x if leaf else x * 1)
+                out.sum().backward()
+                found.append([out.detach(), x.grad, *(p.grad for p in each.parameters())])
+            for want, got in zip(*found, strict=True):
+                assert want is not None
+                assert float(want.abs().sum()) > 0
+                torch.testing.assert_close(
+                    full_value(got) if isinstance(got, ShardTensor) else got, want
+                )
 
 
 # --- R7: second order ---

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import check_alone
 import check_types
 import ci_matrix
 import versions
@@ -87,6 +88,38 @@ class TestWorkspace:
         add_member(tmp_path, "two", "one")
         with pytest.raises(ValueError, match="circle: one, two"):
             read_workspace(tmp_path)
+
+
+class TestCheckAlone:
+    def test_what_is_absent(self) -> None:
+        workspace = read_workspace()
+        members = {m.import_name for m in workspace.members}
+        flat = check_alone.absent(workspace, workspace.member("shard-flat"))
+        assert flat == (members - {"shard_flat"}) | {"safetensors", "tyro", "rich"}
+        ckpt = check_alone.absent(workspace, workspace.member("shard-ckpt"))
+        assert ckpt == {"shard_wrap", "shard_fsdp", "shard_optim", "shard_train", "tyro", "rich"}
+        assert check_alone.absent(workspace, workspace.member("shard-train")) == set()
+
+    def test_an_import_that_is_not_declared_fails(
+        self, copy: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Also in a process that a test starts."""
+        for name in ("one-package", "other-package"):
+            add_member(copy, name)
+            module = name.replace("-", "_")
+            source = copy / "packages" / name / "src" / f"{module}.py"
+            source.parent.mkdir()
+            source.write_text("VALUE = 1\n", encoding="utf-8")
+            tests = copy / "packages" / name / "tests"
+            tests.mkdir()
+            run = "subprocess.run([sys.executable, '-c', 'import one_package'], check=True)"
+            code = f"import subprocess, sys\n\ndef test_it():\n    import {module}\n    {run}\n"
+            (tests / "test_it.py").write_text(code, encoding="utf-8")
+        assert check_alone.main(["one-package"], root=copy) == 0
+        assert check_alone.main(["one-package", "other-package"], root=copy) == 1
+        out, err = capfd.readouterr()
+        assert err.endswith("failed: other-package\n")
+        assert "one_package: not declared by the package under test" in out
 
 
 class TestVersions:
