@@ -55,10 +55,7 @@ def sharded(full: dict[str, torch.Tensor], comm: Comm) -> dict[str, ShardTensor]
         local = shard[part.offset : part.offset + part.numel]
         flat = full[spec.name].reshape(-1)[part.start : part.stop]
         local.view(torch.uint8).copy_(flat.view(torch.uint8))
-        where = ShardSpec(
-            spec.name, spec.shape, part.start, part.stop, layout.starts[at], layout.shard_numel
-        )
-        result[spec.name] = ShardTensor(local, where, comm=comm)
+        result[spec.name] = ShardTensor(local, layout.shard_spec(comm.rank, at), comm=comm)
     return result
 
 

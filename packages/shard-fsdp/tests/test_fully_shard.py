@@ -14,17 +14,11 @@ import shard_fsdp
 from shard_comm import Comm, SoloComm
 from shard_flat import ShardTensor
 from shard_fsdp import FSDPModule
-from shard_testing import DecoderBlock, TinyDecoder, run_threads
+from shard_testing import DecoderBlock, TinyDecoder, full_value, run_threads
 from shard_wrap import by_class
 
 # Untyped, since nn.Module cannot say what its attributes are.
 fully_shard: Any = shard_fsdp.fully_shard
-
-
-def gathered(param: Any) -> torch.Tensor:
-    assert isinstance(param, ShardTensor)
-    full: torch.Tensor = param.full_tensor().detach()
-    return full
 
 
 def test_class_name_and_parameters() -> None:
@@ -79,7 +73,7 @@ def _values(comm: Comm) -> None:
     fully_shard(model, mesh=comm, policy=by_class(DecoderBlock))
     for want, got in zip(plain.parameters(), model.parameters(), strict=True):
         assert isinstance(got, ShardTensor)
-        assert torch.equal(gathered(got), want)
+        assert torch.equal(full_value(got), want)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -165,7 +159,7 @@ def _cast_after_sharding(comm: Comm) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)).sum().backward()
     optimizer.step()
-    assert gathered(weight).tolist() == [[0.5, 0.0, -0.5]] * 2
+    assert full_value(weight).tolist() == [[0.5, 0.0, -0.5]] * 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -188,9 +182,9 @@ def _state_dict(comm: Comm) -> None:
 
     saved = {k: v.clone() for k, v in state.items()}
     model.load_state_dict(TinyDecoder(seed=2).state_dict())  # full tensors
-    assert torch.equal(gathered(model.head.weight), TinyDecoder(seed=2).head.weight)
+    assert torch.equal(full_value(model.head.weight), TinyDecoder(seed=2).head.weight)
     model.load_state_dict(saved)  # pieces
-    assert torch.equal(gathered(model.head.weight), TinyDecoder(seed=1).head.weight)
+    assert torch.equal(full_value(model.head.weight), TinyDecoder(seed=1).head.weight)
     after = [p.local.data_ptr() for p in model.parameters() if isinstance(p, ShardTensor)]
     assert after == pointers
 
@@ -203,4 +197,4 @@ def test_state_dict_and_load_state_dict(world_size: int) -> None:
 def test_plain_copy_of_a_model_can_be_sharded_twice() -> None:
     model: Any = TinyDecoder()
     a, b = (fully_shard(copy.deepcopy(model), mesh=SoloComm()) for _ in range(2))
-    assert torch.equal(gathered(a.head.weight), gathered(b.head.weight))
+    assert torch.equal(full_value(a.head.weight), full_value(b.head.weight))

@@ -29,11 +29,7 @@ def _on_meta() -> Any:
 
 
 def _full(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, param in model.named_parameters():
-        assert isinstance(param, ShardTensor)
-        found[name] = param.full_tensor().detach()
-    return found
+    return {name: full_value(param) for name, param in model.named_parameters()}
 
 
 def _materialized(comm: Comm) -> dict[str, torch.Tensor]:

@@ -15,7 +15,6 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import Shard
 
 from shard_comm import Comm, Recorded, SoloComm, comm_for
-from shard_flat import ShardTensor
 from shard_fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -24,7 +23,14 @@ from shard_fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from shard_testing import DecoderBlock, TinyDecoder, run_ranks, run_threads, token_batches
+from shard_testing import (
+    DecoderBlock,
+    TinyDecoder,
+    full_grad,
+    run_ranks,
+    run_threads,
+    token_batches,
+)
 from shard_wrap import by_class
 
 
@@ -45,11 +51,6 @@ def _chain(comm: Comm, count: int = 3, **kwargs: Any) -> Any:
     for layer in layers:
         fully_shard(layer, mesh=comm, **kwargs)
     return fully_shard(nn.Sequential(*layers), mesh=comm, **kwargs)
-
-
-def _grad(param: Any) -> float:
-    assert isinstance(param.grad, ShardTensor)
-    return float(param.grad.full_tensor())
 
 
 class _Log(Recorded):
@@ -147,7 +148,7 @@ def _changed_order(comm: Comm) -> None:
         model.route = route
         model.zero_grad()
         model(x).sum().backward()
-        found = [None if p.grad is None else _grad(p) for p in model.parameters()]
+        found = [None if p.grad is None else full_grad(p).item() for p in model.parameters()]
         assert found == grads
         assert not any(layer._shard_unit._is_full for layer in model)
 
@@ -163,7 +164,7 @@ def _forward_method(comm: Comm) -> None:
     out = layer.encode(torch.ones(2, 1))
     assert out.tolist() == [[3], [3]]
     out.sum().backward()
-    assert _grad(layer.weight) == 2
+    assert full_grad(layer.weight).item() == 2
     assert layer.encode.__name__ == "encode"
 
 
@@ -190,9 +191,9 @@ def _hooks_and_buffers(comm: Comm) -> None:
 
     model[1].set_all_reduce_hook(double)
     model(torch.ones(1)).sum().backward()
-    assert _grad(model[0].weight) == 4
+    assert full_grad(model[0].weight).item() == 4
     if comm.size > 1:
-        assert _grad(model[1].weight) == 8
+        assert full_grad(model[1].weight).item() == 8
         assert seen == [4]
     for bad, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
         with pytest.raises(error):
@@ -200,7 +201,7 @@ def _hooks_and_buffers(comm: Comm) -> None:
     model.set_reduce_scatter_max_input_buffers(2)
     model.zero_grad()
     model(torch.ones(1)).sum().backward()
-    assert _grad(model[2].weight) == 4
+    assert full_grad(model[2].weight).item() == 4
     model.set_force_sum_reduction_for_comms(True)
     share_comm_ctx([model, model[0]])
     with pytest.raises(ValueError, match="expected modules that fully_shard wrapped"):
@@ -214,7 +215,7 @@ def _not_last(comm: Comm) -> None:
     a.backward()
     model.set_is_last_backward(True)
     b.backward()
-    assert _grad(model[0].weight) == 8
+    assert full_grad(model[0].weight).item() == 8
 
 
 def _no_gather_in_backward(comm: Comm) -> None:
@@ -361,7 +362,7 @@ def _launched(comm: Comm) -> None:
     model: Any = fully_shard(_Layer())
     assert model._shard_unit.comm.size == comm.size
     (model(torch.ones(1)) * comm.rank).sum().backward()
-    assert _grad(model.weight) == (comm.size - 1) / 2
+    assert full_grad(model.weight).item() == (comm.size - 1) / 2
 
 
 def test_a_launched_job_is_joined() -> None:
