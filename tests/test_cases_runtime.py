@@ -303,6 +303,23 @@ def _second_order(comm: Comm) -> None:
     assert full_grad(layer.weight).tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
+def _penalty(comm: Comm) -> None:
+    """Of f = (b a x)**2, the squared slope is 4 a**4 b**4 x**2; here a = 2, b = 3, x = 1."""
+    for reshard in (True, False):
+        layers = [Scale(torch.tensor([value])) for value in (2.0, 3.0)]
+        for layer in layers:
+            fully_shard(layer, mesh=comm, reshard_after_forward=reshard)
+        model = fully_shard(nn.Sequential(*layers), mesh=comm, reshard_after_forward=reshard)
+        x = torch.ones(1, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        assert slope.item() == 72
+        assert x.grad is not None
+        assert x.grad.item() == 8 * 2**4 * 3**4
+        assert full_grad(layers[0].weight).item() == 16 * 2**3 * 3**4
+        assert full_grad(layers[1].weight).item() == 16 * 2**4 * 3**3
+
+
 # --- R8: a first forward that does not train ---
 
 
@@ -522,7 +539,7 @@ CASES: dict[str, list[Callable[[Comm], None]]] = {
     "R4": [_checkpointed],
     "R5": [_zero_filled, _refused],
     "R6": [_views],
-    "R7": [_second_order],
+    "R7": [_second_order, _penalty],
     "R8": [_inference_first],
     "R9": [_other_methods],
     "R10": [_adapters],
