@@ -7,6 +7,8 @@ from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field
 
+import torch
+
 from shard_comm._shared_file import PAGE, SharedFile, address_of, give_back
 
 _ALIGN = 64
@@ -44,8 +46,8 @@ class _Segment:
 class Arena:
     """Hand out memory that other ranks can read, and take it back when nobody holds it.
 
-    A block returns to the free list when the last view of it is gone; touching free blocks are
-    joined. The smallest free block that fits is used first.
+    A block returns to the free list when the storage of its tensor is gone; touching free blocks
+    are joined. The smallest free block that fits is used first.
 
     Args:
         file: the file that all ranks have open.
@@ -64,7 +66,7 @@ class Arena:
         self._stop = start + nbytes
         self._segments: list[_Segment] = []  # sorted by address
         self._refs: dict[tuple[int, int], weakref.ref[memoryview]] = {}
-        self._freed: deque[tuple[int, int, int]] = deque()  # filled whenever a view dies
+        self._freed: deque[tuple[int, int, int]] = deque()  # filled whenever a storage dies
         self._takes = 0
 
     @property
@@ -74,12 +76,13 @@ class Arena:
         mapped = sum(segment.view.nbytes for segment in self._segments)
         return mapped - sum(n for segment in self._segments for _, n, _ in segment.free)
 
-    def take(self, nbytes: int) -> memoryview:
-        """Return a block of ``nbytes > 0`` bytes, aligned to a cache line.
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a block of ``numel > 0`` elements, aligned to a cache line.
 
         Raises:
             MemoryError: there is no memory left to share.
         """
+        nbytes = numel * dtype.itemsize
         self._collect()
         self._takes += 1
         if self._takes % _SWEEP_TAKES == 0:
@@ -104,7 +107,7 @@ class Arena:
         key = (segment.start, offset)
         freed = self._freed
         self._refs[key] = weakref.ref(block, lambda _: freed.append((*key, room)))
-        return block
+        return torch.frombuffer(block, dtype=dtype)  # its storage keeps this view
 
     def find(self, address: int) -> Place | None:
         """Return where an address of this process lies in the file; None where it does not."""
@@ -145,13 +148,15 @@ class Arena:
             del self._refs[start, offset]
             free = by_start[start].free
             position = bisect_right(free, (offset, 0, 0))
+            joined = [(offset, room, self._takes)]
             if position < len(free) and free[position][0] == offset + room:
-                room += free.pop(position)[1]
+                joined.append(free.pop(position))
             if position and sum(free[position - 1][:2]) == offset:
                 position -= 1
-                offset, before, _ = free.pop(position)
-                room += before
-            free.insert(position, (offset, room, self._takes))
+                joined.append(free.pop(position))
+            # It is as old as its largest part: little blocks come and go beside large ones.
+            tick = max(joined, key=lambda part: part[1])[2]
+            free.insert(position, (min(joined)[0], sum(part[1] for part in joined), tick))
 
     def _sweep(self, latest: int, least_bytes: int) -> None:
         """Give back blocks that were freed at or before a take; a tick of -1 says so."""

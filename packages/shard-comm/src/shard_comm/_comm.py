@@ -34,14 +34,14 @@ class Work:
         """
         if self._error is not None:
             raise self._error
-        finish, self._finish = self._finish, None
-        if finish is not None:
+        if self._finish is not None:  # an interrupted wait is no result: the next one waits again
             try:
                 with torch.no_grad():
-                    finish()
+                    self._finish()
             except Exception as error:
-                self._error = error
+                self._error, self._finish = error, None
                 raise
+            self._finish = None
 
 
 class Comm(ABC):

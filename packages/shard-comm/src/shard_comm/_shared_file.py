@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 PAGE = 4096
 """File offsets of mappings are multiples of this; the first page of a file holds its token."""
 
+_MEMORY_FIRST = (False, True)  # named or not
 _TOKEN_BYTES = 16
 _MAP_SHARED, _PROT_READ_WRITE = 1, 3
 _MADV_REMOVE, _MADV_DONTFORK = 9, 10
@@ -147,7 +148,7 @@ def share_file(
     **Collective**: two exchanges for each way.
     """
     reasons: list[str] = []
-    for way in (False, True) if named is None else (named,):
+    for way in _MEMORY_FIRST if named is None else (named,):
         result, error = _share(exchange, rank, nbytes, prepare=prepare, named=way)
         if result is not None:
             return result

@@ -134,20 +134,18 @@ class SharedMemoryComm(Comm):
         Its storage cannot be resized. Where no memory is left to share it is ordinary memory,
         and the log says so once.
         """
-        nbytes = numel * dtype.itemsize
-        if nbytes == 0:
-            return torch.empty(numel, dtype=dtype)
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
         with self._lock:
             self._usable()
             self._collect()
             try:
-                block = self._arena.take(nbytes)
+                return self._arena.take(numel, dtype)
             except MemoryError as error:
                 if not self._full:
                     logger.warning("%s; ordinary memory serves, more slowly", error)
                 self._full = True
                 return torch.empty(numel, dtype=dtype)
-        return torch.frombuffer(block, dtype=dtype)
 
     def trim(self) -> None:
         """Give all memory back that nobody uses. Local."""
@@ -224,7 +222,10 @@ class SharedMemoryComm(Comm):
         what = (numel, str(dtype))
         asked = self.all_gather_object(what)
         if any(other != what for other in asked):
-            raise ValueError(f"shared {name}: expected one size and dtype, got {asked} by rank")
+            raise RuntimeError(
+                f"shared {name}: expected one size and dtype, got {asked} by rank; "
+                f"this is rank {self.rank} of {self.size}"
+            )
         head_bytes = -(-2 * self.size * 64 // PAGE) * PAGE
         nbytes = numel * dtype.itemsize
 

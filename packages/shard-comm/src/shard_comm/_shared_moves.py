@@ -68,8 +68,7 @@ class Turn:
 
     def stage(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new shared memory."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        return torch.frombuffer(self._arena.take(nbytes), dtype=dtype).view(shape)
+        return self._arena.take(torch.Size(shape).numel(), dtype).view(shape)
 
     def arrive(self, place: Place | None = None, *, note: int = 0) -> None:
         """Announce the call, where its data lie, and a number to go with it."""
