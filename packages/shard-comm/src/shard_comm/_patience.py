@@ -9,8 +9,8 @@ SPINS = 200
 """Rounds of a wait that only look at memory, where every rank has a processor."""
 
 _YIELD_S = 1e-3
-_FIRST_SLEEP_S = 50e-6
 _LONGEST_SLEEP_S = 1e-3
+_SLEEP_SHARE = 1 / 8  # of the time waited so far, so that oversleeping stays in proportion
 
 
 class Patience:
@@ -25,7 +25,6 @@ class Patience:
 
     def __init__(self, *, crowded: bool) -> None:
         self._spins = 0 if crowded else SPINS
-        self._sleep_s = _FIRST_SLEEP_S
         self._count = 0
         self._began = 0.0
 
@@ -50,8 +49,7 @@ class Patience:
         if now - self._began < _YIELD_S:
             os.sched_yield()
             return
-        time.sleep(self._sleep_s)
-        self._sleep_s = min(self._sleep_s * 1.5, _LONGEST_SLEEP_S)
+        time.sleep(min((now - self._began) * _SLEEP_SHARE, _LONGEST_SLEEP_S))
 
 
 def is_crowded(ranks: int) -> bool:

@@ -168,6 +168,7 @@ def _share(
     file: SharedFile | None = None
     result: T | None = None
     path, token, error = "", b"", ""
+    reasons = ["interrupted"]
     try:
         if rank == 0:
             try:
@@ -183,15 +184,13 @@ def _share(
             except OSError as problem:
                 error = str(problem)
         verdicts = exchange(error)
+        reasons = [f"rank {r}: {verdict}" for r, verdict in enumerate(verdicts) if verdict]
     finally:
         if rank == 0 and named and path:
             Path(path).unlink(missing_ok=True)
-    reasons = [f"rank {r}: {verdict}" for r, verdict in enumerate(verdicts) if verdict]
-    if not reasons:
-        return result, ""
-    if file is not None:
-        file.close()
-    return None, reasons[0]
+        if reasons and file is not None:
+            file.close()
+    return (None, reasons[0]) if reasons else (result, "")
 
 
 def _create(nbytes: int, *, named: bool) -> tuple[SharedFile, str, bytes]:
