@@ -51,13 +51,15 @@ def check_serves(comm: Comm, *, named: bool) -> None:
         comm.all_gather(out.fill_(-1), inp.fill_(comm.rank))
         assert out.tolist() == [0.0, 0.0, 1.0, 1.0]
     part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
     array = part.shared(2, torch.float32)
     assert array is not None
     array.own.fill_(comm.rank)
     array.publish().wait()
     assert array.data.tolist() == [0.0, 1.0]
-    comm.barrier()
-    assert list(Path("/dev/shm").glob("shard-comm-*")) == []
+    for file in (comm._file, part._file):
+        token = os.pread(file.fd, 16, 0)
+        assert not Path(f"/dev/shm/shard-comm-{token.hex()}").exists()
 
 
 def check_no_memory_file(comm: Comm) -> None:
@@ -86,15 +88,28 @@ def check_other_processes_under_the_same_number(comm: Comm) -> None:
 def check_no_way(comm: Comm) -> None:
     """Rank 1 may open nothing: all go through Gloo, and rank 0 says why, once."""
     opened = denied if comm.rank == 1 else shared_file._open
-    with logged() as records, mock.patch.object(shared_file, "_open", opened):
+    paths: list[str] = []
+
+    def create(nbytes: int, *, named: bool) -> tuple[shared_file.SharedFile, str, bytes]:
+        file, path, token = made(nbytes, named=named)
+        paths.append(path)
+        return file, path, token
+
+    made = shared_file._create
+    with (
+        logged() as records,
+        mock.patch.object(shared_file, "_open", opened),
+        mock.patch.object(shared_file, "_create", create),
+    ):
         found = picked_anew(comm)
+    assert len(paths) == 2 * (comm.rank == 0)
+    assert not any(Path(path).exists() for path in paths)
     assert isinstance(found, GroupComm)
     found.barrier()
     assert len(records) == (comm.rank == 0)
     for record in records:
         pattern = r"2 ranks of one host go through Gloo: .*: rank 1: .*not allowed here; rank 1: "
         assert re.match(pattern, record), record
-    assert list(Path("/dev/shm").glob("shard-comm-*")) == []
 
 
 def check_full_file_system(comm: Comm) -> None:
