@@ -152,7 +152,7 @@ def survive(rank: int, folder: str, end: str, pipe: Connection) -> None:
             stage.comm.barrier()
         assert str(again.value) == str(caught.value)
         said[name] = (str(caught.value), took_s)
-    about = os.fstat(comm._file.fd)
+    about = os.fstat(comm._engine.file.fd)
     pipe.send(((about.st_dev, about.st_ino), said))
 
 

@@ -45,7 +45,7 @@ def picked_anew(comm: Comm) -> Comm:
 def check_serves(comm: Comm, *, named: bool) -> None:
     """A comm of this kind moves what lies in its memory and what does not, and shares arrays."""
     assert isinstance(comm, SharedMemoryComm)
-    assert comm._file.named == named
+    assert comm._engine.file.named == named
     out = torch.empty(2 * comm.size)
     for inp in (comm.empty(2, torch.float32), torch.empty(2)):
         comm.all_gather(out.fill_(-1), inp.fill_(comm.rank))
@@ -57,7 +57,7 @@ def check_serves(comm: Comm, *, named: bool) -> None:
     array.own.fill_(comm.rank)
     array.publish().wait()
     assert array.data.tolist() == [0.0, 1.0]
-    for file in (comm._file, part._file):
+    for file in (comm._engine.file, part._engine.file):
         token = os.pread(file.fd, 16, 0)
         assert not Path(f"/dev/shm/shard-comm-{token.hex()}").exists()
 
@@ -128,10 +128,10 @@ def check_full_file_system(comm: Comm) -> None:
     run_on(1, comm, full, fail)
     part = join()
     memory = part.empty(10, torch.float32)
-    assert part._arena.find(memory.data_ptr()) is not None
+    assert part._engine.arena.find(memory.data_ptr()) is not None
     with logged() as records, full:
         other = part.empty(1 << 22, torch.float32)
-        assert part._arena.find(other.data_ptr()) is None
+        assert part._engine.arena.find(other.data_ptr()) is None
         assert part.shared(2, torch.float32) is None
     assert re.match("no shared memory left for 16777216 bytes: .*ordinary memory", records[0])
     assert len(records) == 1 + (comm.rank == 0)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from shard_comm import Comm, SharedMemoryComm, SoloComm
-from shard_comm import _shared_moves as moves
 from shard_comm._board import SLOTS
+from shard_comm._turn import Body
 from shard_testing import run_ranks, run_threads
 
 MIB = 1 << 20
@@ -63,8 +63,8 @@ def check_large(comm: Comm) -> None:
 
 
 def taken_bytes(comm: SharedMemoryComm) -> int:
-    comm._collect()
-    return comm._arena.taken_bytes
+    comm._engine.collect()
+    return comm._engine.arena.taken_bytes
 
 
 def check_in_place(comm: SharedMemoryComm) -> None:
@@ -212,7 +212,7 @@ def check_failure_in_the_middle(comm: Comm) -> None:
     part = comm.split(0)
     assert isinstance(part, SharedMemoryComm)
     if comm.rank == 0:
-        part._arena._stop = 0
+        part._engine.arena._stop = 0
     out = torch.empty(20 * MIB * comm.size)
     with pytest.raises(RuntimeError, match=r"all_gather of .* failed on rank 0 of .*shared memory"):
         part.all_gather(out, torch.ones(20 * MIB))
@@ -224,9 +224,9 @@ def check_interrupt(comm: Comm) -> None:
     assert isinstance(part, SharedMemoryComm)
     work = part.all_gather(torch.empty(comm.size), torch.ones(1), async_op=True)
     if comm.rank == 0:
-        turn = next(iter(part._under_way.values()))
+        turn = next(iter(part._engine._under_way.values()))
 
-        def interrupted() -> moves.Body:
+        def interrupted() -> Body:
             yield 1
             raise KeyboardInterrupt
 
@@ -244,7 +244,7 @@ def check_full(comm: SharedMemoryComm) -> None:
     part = comm.split(0)
     assert isinstance(part, SharedMemoryComm)
     part.all_reduce(torch.ones(1))
-    part._arena._stop = 0
+    part._engine.arena._stop = 0
     records = _logged(lambda: [part.empty(64 * MIB, torch.uint8).fill_(1) for _ in range(2)])
     assert records == [
         "no shared memory left for 67108864 bytes; ordinary memory serves, more slowly"
