@@ -207,6 +207,22 @@ def check_absent_rank(comm: Comm) -> None:
     assert set(comm.all_gather_object(str(caught.value))) <= reasons
 
 
+def check_input_of_a_rank_that_gave_up(comm: Comm) -> None:
+    """It may be overwritten while it is read: who reads it raises as well."""
+    part = comm.split(0)
+    inp = part.empty(1, torch.float32) if comm.rank == 0 else torch.empty(1)
+    out = torch.empty(comm.size)
+    reason = rf"all_gather of 1 float32 on rank 0 of {comm.size} waited 0\.1 s"
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError, match=reason):
+            part.all_gather(out, inp, timeout_s=0.1)
+    comm.barrier()
+    if comm.rank != 0:
+        with pytest.raises(RuntimeError, match=reason):
+            part.all_gather(out, inp)
+    comm.barrier()
+
+
 def check_failure_in_the_middle(comm: Comm) -> None:
     """A rank that cannot do its part says so to the others."""
     part = comm.split(0)
@@ -365,6 +381,7 @@ CHECKS = [
     check_uneven_progress,
     check_mismatch,
     check_absent_rank,
+    check_input_of_a_rank_that_gave_up,
     check_failure_in_the_middle,
     check_interrupt,
     check_full,

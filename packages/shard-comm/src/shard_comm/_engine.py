@@ -159,6 +159,9 @@ class Engine:
             with torch.no_grad():
                 turn.need = next(turn.body)
         except StopIteration as stop:
+            if turn.exposed:  # who gave up may have written what was read here
+                for reason in self.board.last_words().values():
+                    raise self._failure(reason) from None
             turn.body = None
             del self._under_way[turn.seq]
             if stop.value is not None:

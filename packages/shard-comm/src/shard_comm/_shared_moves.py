@@ -159,6 +159,7 @@ def _by_columns(turn: Turn, rows: torch.Tensor, read: Read, *, showing: bool) ->
     yield ARRIVED
     staged = {r: r != turn.rank and turn.note(r) == 1 for r in range(turn.size)}
     whole = stage is None and not any(staged.values())
+    turn.exposed = not all(staged[rank] for rank in staged if rank != turn.rank)
     step = numel if whole else width
     for chunk, low in enumerate(range(0, numel, step)):
         high = min(low + step, numel)

@@ -41,6 +41,7 @@ class Turn:
         call: what the caller called.
         need: the step that all ranks must reach before the body goes on.
         body: what is left to do; None when it is done.
+        exposed: whether memory is read that its owner's caller writes once the owner gives up.
     """
 
     def __init__(self, seq: int, call: Call, *, board: Board, arena: Arena, windows: Windows):
@@ -48,6 +49,7 @@ class Turn:
         self.call = call
         self.need = 0
         self.body: Body | None = None
+        self.exposed = False
         self.rank = board.rank
         self.size = board.size
         self._board = board
