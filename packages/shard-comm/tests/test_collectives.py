@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shard_comm import Comm, GroupComm, Recorded, SoloComm, comm_for
+from shard_comm import Comm, GroupComm, Recorded, SharedMemoryComm, SoloComm, comm_for
 from shard_testing import run_ranks, run_threads
 
 MOVED_DTYPES = [
@@ -192,8 +192,8 @@ def check_split(comm: Comm) -> None:
 def check_memory(comm: Comm) -> None:
     memory = comm.empty(5, torch.bfloat16)
     assert (memory.shape, memory.dtype, memory.device) == ((5,), torch.bfloat16, comm.device)
-    memory.untyped_storage().resize_(0)
-    memory.untyped_storage().resize_(10)
+    assert memory.untyped_storage().nbytes() == 10
+    assert memory.fill_(3).tolist() == [3.0] * 5
     assert comm.empty(0, torch.float32).numel() == 0
 
 
@@ -248,10 +248,13 @@ def test_threads(size: int) -> None:
 
 def check_processes(comm: Comm) -> list[bytes]:
     """All that needs processes, in one go: starting them costs more than all collectives."""
-    bits = check_all(comm)
+    plain = comm_for(shared_memory=False)
+    bits = check_all(plain)
+    assert check_recorded(plain) == bits
+    assert check_all(comm) == bits
     assert check_recorded(comm) == bits
     check_picks(comm)
-    check_late_rank(comm)
+    check_late_rank(plain)
     comm.barrier()
     return bits
 
@@ -264,12 +267,15 @@ def test_processes_add_as_threads_do(size: int) -> None:
 
 
 def check_picks(comm: Comm) -> None:
-    assert isinstance(comm, GroupComm)
+    assert isinstance(comm, SharedMemoryComm)
     assert comm_for() is comm
     assert comm_for(dist.group.WORLD) is comm
     assert comm_for(comm) is comm
     assert comm_for(device="cpu") is comm
-    assert repr(comm) == f"GroupComm(rank={comm.rank} of {comm.size}, device=cpu)"
+    assert repr(comm) == f"SharedMemoryComm(rank={comm.rank} of {comm.size}, device=cpu)"
+    plain = comm_for(shared_memory=False)
+    assert isinstance(plain, GroupComm)
+    assert comm_for(shared_memory=False) is plain
     mesh = init_device_mesh("cpu", (comm.size,), mesh_dim_names=("shard",))
     assert comm_for(mesh) is comm_for(mesh)
     assert (comm_for(mesh).rank, comm_for(mesh).size) == (comm.rank, comm.size)
@@ -321,6 +327,7 @@ def check_late_rank(comm: Comm) -> None:
 
 def stay_away(comm: Comm) -> None:
     """Rank 1 never comes; over Gloo it is rank 0 that keeps the list."""
+    comm = comm_for(shared_memory=False)
     store = dist.distributed_c10d._get_default_store()
     if comm.rank == 2:
         with pytest.raises(RuntimeError, match=r"barrier\(\) failed on rank 2 of 3 \(limit 0"):

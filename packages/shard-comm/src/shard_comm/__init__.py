@@ -4,6 +4,8 @@ from shard_comm._comm import Comm, Work
 from shard_comm._group import GroupComm
 from shard_comm._pick import comm_for
 from shard_comm._recorded import OpRecord, Recorded
+from shard_comm._shared_array import SharedArray
+from shard_comm._shared_memory import SharedMemoryComm
 from shard_comm._solo import SoloComm
 from shard_comm._staged import HostStaged
 from shard_comm._thread import ThreadComm
@@ -15,6 +17,8 @@ __all__ = [
     "HostStaged",
     "OpRecord",
     "Recorded",
+    "SharedArray",
+    "SharedMemoryComm",
     "SoloComm",
     "ThreadComm",
     "Work",

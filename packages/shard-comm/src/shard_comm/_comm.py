@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from shard_comm._shared_array import SharedArray
 
 OPS = ("sum", "max", "min")
 
@@ -31,14 +34,14 @@ class Work:
         """
         if self._error is not None:
             raise self._error
-        finish, self._finish = self._finish, None
-        if finish is not None:
+        if self._finish is not None:  # an interrupted wait is no result: the next one waits again
             try:
                 with torch.no_grad():
-                    finish()
+                    self._finish()
             except Exception as error:
-                self._error = error
+                self._error, self._finish = error, None
                 raise
+            self._finish = None
 
 
 class Comm(ABC):
@@ -71,9 +74,30 @@ class Comm(ABC):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory ``[numel]`` that the transport moves without staging.
 
-        The tensor has a storage of its own that may be resized. Local.
+        The tensor has a storage of its own; drop it to give the memory back. Local.
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def shared(self, numel: int, dtype: torch.dtype, *, name: str = "") -> SharedArray | None:
+        """Return one array that all ranks map; None where the transport has none.
+
+        Args:
+            numel: elements of the whole array, a multiple of the number of ranks.
+            dtype: of the elements.
+            name: what messages call the array.
+
+        Raises:
+            ValueError: ``numel`` is not divisible, or below the number of ranks.
+            RuntimeError: ranks ask for different arrays, or there is no memory for it.
+
+        **Collective**. **Memory**: one copy for the whole group, until the last rank drops it.
+        """
+        if numel < self.size or numel % self.size:
+            raise ValueError(
+                f"shared{' ' if name else ''}{name}: expected a positive multiple of {self.size} "
+                f"elements, got {numel} (rank {self.rank} of {self.size})"
+            )
+        return self._shared(numel, dtype, name)
 
     @torch.no_grad()
     def all_gather(
@@ -241,6 +265,9 @@ class Comm(ABC):
     def _all_to_all(
         self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
     ) -> Work: ...
+
+    def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray | None:
+        return None
 
     @staticmethod
     def _end(work: Work, async_op: bool) -> Work:

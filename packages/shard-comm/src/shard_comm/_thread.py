@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from shard_comm._comm import Comm, Work
-from shard_comm._tree import tree_sum
+from shard_comm._shared_array import MarkedArray, SharedArray
+from shard_comm._tree import reduce_terms
 
 
 class _Meeting:
@@ -63,6 +65,26 @@ class _Meeting:
     def abort(self, reason: str) -> None:
         with self._changed:
             self._break(reason)
+
+    def notify(self) -> None:
+        """Let those who watch look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def watch(
+        self, behind: Callable[[], list[int]], rank: int, what: str, timeout_s: float
+    ) -> None:
+        """Wait until ``behind()``, the ranks that are awaited, is empty."""
+        finite = timeout_s if timeout_s < threading.TIMEOUT_MAX else None
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken is not None or not behind(), finite)
+            missing = behind()
+            if missing:
+                self._break(
+                    f"rank {rank} of {self.size} waited {timeout_s:g} s at {what} for ranks "
+                    f"{missing}"
+                )
+                raise RuntimeError(self._broken)
 
     def _break(self, reason: str) -> None:
         if self._broken is None:
@@ -148,14 +170,14 @@ class ThreadComm(Comm):
         self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
     ) -> Work:
         everyone = self._enter(_key(f"reduce_scatter {op}", inp), inp, timeout_s)
-        _reduce([self._slices(theirs)[self.rank] for theirs in everyone], op, out.view(-1))
+        reduce_terms([self._slices(theirs)[self.rank] for theirs in everyone], op, out.view(-1))
         self._leave(timeout_s)
         return Work()
 
     def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
         result = torch.empty_like(flat)
         everyone = self._enter(_key(f"all_reduce {op}", flat), flat, timeout_s)
-        _reduce(everyone, op, result)
+        reduce_terms(everyone, op, result)
         self._leave(timeout_s)
         flat.copy_(result)
         return Work()
@@ -174,6 +196,30 @@ class ThreadComm(Comm):
         self._leave(timeout_s)
         return Work()
 
+    def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray:
+        made = None
+        if self.rank == 0:
+            made = (torch.empty(numel, dtype=dtype), [0] * self.size, [0] * self.size)
+        key = f"shared of {numel} {str(dtype).removeprefix('torch.')}"
+        memory, published, released = self._enter(key, made, None)[0]
+        self._leave(None)
+        # A tensor of its own for each rank: what one writes is no change of another's views.
+        data = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, (numel,), (1,))
+
+        def wait(behind: Callable[[], list[int]], what: str, timeout_s: float | None) -> None:
+            limit_s = self._limit_s(what, timeout_s)
+            self._meeting.watch(behind, self.rank, what, limit_s)
+
+        return MarkedArray(
+            data,
+            self.rank,
+            published=published,
+            released=released,
+            wait=wait,
+            changed=self._meeting.notify,
+            name=name,
+        )
+
     def _enter(self, key: str, value: Any, timeout_s: float | None) -> list[Any]:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         return self._meeting.enter(self.rank, key, value, limit_s)
@@ -188,13 +234,3 @@ class ThreadComm(Comm):
 
 def _key(op: str, tensor: torch.Tensor) -> str:
     return f"{op} of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _reduce(terms: list[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    if op == "sum":
-        tree_sum(terms, out=out)
-        return
-    combine = torch.maximum if op == "max" else torch.minimum
-    out.copy_(terms[0])
-    for term in terms[1:]:
-        combine(out, term, out=out)

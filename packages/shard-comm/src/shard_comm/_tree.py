@@ -33,6 +33,23 @@ def tree_sum(terms: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) 
     return level[0].clone() if out is None else out.copy_(level[0])
 
 
+def reduce_terms(terms: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
+    """Reduce tensors into ``out``, sums in the tree above. Local.
+
+    Args:
+        terms: at least one tensor, all of one shape and dtype.
+        op: ``"sum"``, ``"max"`` or ``"min"``.
+        out: where the result goes; for a maximum or minimum none of the terms but the first.
+    """
+    if op == "sum":
+        tree_sum(terms, out=out)
+        return
+    combine = torch.maximum if op == "max" else torch.minimum
+    out.copy_(terms[0])
+    for term in terms[1:]:
+        combine(out, term, out=out)
+
+
 def tree_sum_rows(rows: torch.Tensor) -> torch.Tensor:
     """Add the rows ``[n, numel]`` in the same tree, overwriting them; returns row 0. Local."""
     step = 1

@@ -1,0 +1,256 @@
+"""Where ranks of one host write down what they call and how far they are."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from shard_comm._arena import Place
+from shard_comm._shared_file import PAGE, SharedFile
+
+SLOTS = 256
+"""Collectives that one rank may have under way; the next one waits for the oldest."""
+ARRIVED = 1
+DONE = (1 << 24) - 1
+"""Step of a rank that reads nothing of a collective any more."""
+
+_LINE_WORDS = 8  # a cache line of int64
+_REASON_BYTES = 1024
+_KINDS = (
+    "barrier",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "broadcast",
+    "all_to_all",
+    "all_gather_object",
+)
+_OPS = ("", "sum", "max", "min")
+_DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_STEP, _KIND, _NUMEL, _SEGMENT, _SEGMENT_BYTES, _OFFSET, _NOTE = range(7)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ranks must agree on.
+
+    Attributes:
+        kind: the operation's name.
+        numel: elements of the tensor that the caller passed.
+        dtype: its dtype, if there is a tensor.
+        op: of a reduction.
+        src: of a broadcast.
+    """
+
+    kind: str
+    numel: int = 0
+    dtype: torch.dtype | None = None
+    op: str = ""
+    src: int = -1
+
+    def __str__(self) -> str:
+        words = [self.kind]
+        if self.op:
+            words.append(self.op)
+        if self.src >= 0:
+            words.append(f"from {self.src}")
+        if self.dtype is None:
+            return f"{' '.join(words)}()"
+        return f"{' '.join(words)} of {self.numel} {str(self.dtype).removeprefix('torch.')}"
+
+    @cached_property
+    def code(self) -> int:
+        """All but ``numel`` in one number."""
+        dtype = 0 if self.dtype is None else _DTYPE_CODES[self.dtype] + 1
+        code = _KINDS.index(self.kind) | _OPS.index(self.op) << 8 | dtype << 16
+        return code | (self.src + 1) << 32
+
+    @classmethod
+    def read(cls, code: int, numel: int) -> Call:
+        """Return the call with this code."""
+        dtype = code >> 16 & 0xFFFF
+        return cls(
+            _KINDS[code & 0xFF],
+            numel,
+            _DTYPES[dtype - 1] if dtype else None,
+            _OPS[code >> 8 & 0xFF],
+            (code >> 32) - 1,
+        )
+
+
+class Board:
+    """The control block of a group: a ring of slots and a last word for each rank.
+
+    Collectives are numbered, and number ``n`` uses slot ``n % SLOTS`` of every rank. A rank
+    writes its own slots only: what it calls and where its data lie, then the step it is at.
+    Steps of a slot only grow, so ``reached`` stays true.
+
+    Memory is ordered by ``fence()``: between writing data and the step that announces it, and
+    between reading that step and the data. On x86 the machine orders as much by itself.
+
+    Args:
+        file: the file that all ranks have open.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, file: SharedFile, rank: int, size: int) -> None:
+        self._bytes = file.map(PAGE, self.nbytes(size))
+        self.words = self._bytes.cast("q")
+        self.size = size
+        self._own = rank * SLOTS * _LINE_WORDS
+        self._reasons = size * SLOTS * _LINE_WORDS * 8
+        self.rank = rank
+        self.words[self._reason_at(rank) // 8 + 1] = os.getpid()
+        self.peers = [r for r in range(size) if r != rank]
+        self._peer_slots = [r * SLOTS * _LINE_WORDS for r in self.peers]
+        self._fence = None if platform.machine() in ("x86_64", "AMD64") else _Fence()
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """Bytes of the board of ``size`` ranks, in whole pages."""
+        raw = size * (SLOTS * _LINE_WORDS * 8 + _REASON_BYTES)
+        return -(-raw // PAGE) * PAGE
+
+    def fence(self) -> None:
+        """Order what this rank reads and writes in the file before and after."""
+        if self._fence is not None:
+            self._fence()
+
+    def post(self, seq: int, call: Call, place: Place | None = None, note: int = 0) -> None:
+        """Announce this rank's call number ``seq``, where its data lie, and a number."""
+        slot = self._own + seq % SLOTS * _LINE_WORDS
+        words = self.words
+        words[slot + _KIND] = call.code
+        words[slot + _NUMEL] = call.numel
+        words[slot + _NOTE] = note
+        words[slot + _SEGMENT] = -1 if place is None else place.segment
+        if place is not None:
+            words[slot + _SEGMENT_BYTES] = place.segment_bytes
+            words[slot + _OFFSET] = place.offset
+        self.reach(seq, ARRIVED)
+
+    def reach(self, seq: int, step: int) -> None:
+        """Announce that this rank is at ``step`` of call number ``seq``."""
+        self.fence()
+        self.words[self._own + seq % SLOTS * _LINE_WORDS] = seq << 24 | step
+
+    def reached(self, seq: int, step: int) -> bool:
+        """Whether every other rank is at ``step`` of call number ``seq``, or past it."""
+        words, line, wanted = self.words, seq % SLOTS * _LINE_WORDS, seq << 24 | step
+        for slot in self._peer_slots:
+            if words[slot + line] < wanted:
+                return False
+        self.fence()
+        return True
+
+    def meet(self, seq: int, rounds: int) -> bool:
+        """Call a barrier; return whether all others came while this rank looked ``rounds`` times.
+
+        The shortest call, and the one that must be fast. This rank is done as it arrives: it
+        reads no data, and where another rank's slot has gone on, that rank has agreed.
+        """
+        words, line, arrived = self.words, seq % SLOTS * _LINE_WORDS, seq << 24 | ARRIVED
+        words[self._own + line + _KIND] = 0
+        fence = self._fence
+        if fence is not None:
+            fence()
+        words[self._own + line] = seq << 24 | DONE
+        for slot in self._peer_slots:
+            at = slot + line
+            while words[at] < arrived:
+                rounds -= 1
+                if rounds < 0:
+                    return False
+            if words[at + _KIND]:
+                return False
+        if fence is not None:
+            fence()
+        return True
+
+    def behind(self, seq: int, step: int) -> list[int]:
+        """Return the ranks that are not there yet."""
+        line, wanted = seq % SLOTS * _LINE_WORDS, seq << 24 | step
+        peers = zip(self.peers, self._peer_slots, strict=True)
+        return [rank for rank, slot in peers if self.words[slot + line] < wanted]
+
+    def agrees(self, seq: int, call: Call) -> bool:
+        """Whether every other rank made the same call number ``seq``."""
+        code, numel = call.code, call.numel
+        words, line = self.words, seq % SLOTS * _LINE_WORDS
+        for slot in self._peer_slots:
+            at = slot + line
+            if words[at + _KIND] != code or (code and words[at + _NUMEL] != numel):
+                self.fence()
+                if words[at] >> 24 == seq:  # else it has agreed and gone on
+                    return False
+        return True
+
+    def call(self, rank: int, seq: int) -> Call:
+        """Return what ``rank``, which has arrived, calls."""
+        at = self._at(rank, seq)
+        return Call.read(self.words[at + _KIND], self.words[at + _NUMEL])
+
+    def place(self, rank: int, seq: int) -> Place | None:
+        """Return where the data of ``rank``, which has arrived, lie."""
+        at = self._at(rank, seq)
+        segment = self.words[at + _SEGMENT]
+        if segment < 0:
+            return None
+        return Place(segment, self.words[at + _SEGMENT_BYTES], self.words[at + _OFFSET])
+
+    def note(self, rank: int, seq: int) -> int:
+        """Return the number that ``rank``, which has arrived, gave to ``post``."""
+        return self.words[self._at(rank, seq) + _NOTE]
+
+    def give_up(self, reason: str) -> None:
+        """Leave a last word; the first one of a rank stays."""
+        start = self._reason_at(self.rank)
+        text = reason.encode()[: _REASON_BYTES - 16]
+        if self.words[start // 8] == 0:
+            self._bytes[start + 16 : start + 16 + len(text)] = text
+            self.fence()
+            self.words[start // 8] = len(text)
+
+    def last_words(self) -> dict[int, str]:
+        """Return the reasons of the ranks that gave up."""
+        found = {}
+        for rank in range(self.size):
+            start = self._reason_at(rank)
+            length = self.words[start // 8]
+            if length:
+                self.fence()
+                text = bytes(self._bytes[start + 16 : start + 16 + length])
+                found[rank] = text.decode(errors="replace")
+        return found
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank, as that process numbers itself."""
+        return self.words[self._reason_at(rank) // 8 + 1]
+
+    def _reason_at(self, rank: int) -> int:
+        return self._reasons + rank * _REASON_BYTES
+
+    def _at(self, rank: int, seq: int) -> int:
+        return rank * SLOTS * _LINE_WORDS + seq % SLOTS * _LINE_WORDS
+
+
+class _Fence:
+    """Order memory on every machine: what precedes two rounds of a lock precedes what follows.
+
+    One round lets an earlier access sink into it and a later one rise into it, and meet there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        for _ in range(2):
+            with self._lock:
+                pass
