@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shard_comm import Comm, Work
 from shard_flat import FullBuffer, ParamSpec, ShardTensor, plan_layout
@@ -26,6 +27,7 @@ class GroupContext:
         comm: the ranks to shard over.
         replicas: the ranks that hold the same pieces, in hybrid sharding.
         mesh: the mesh that sharded parameters report, if any.
+        dp_dims: dimensions of DTensor parameters' meshes that are data-parallel.
         device: where shards live; another device than the comm's when they are offloaded.
         pin_memory: page-lock the shards.
         mp_policy: compute and reduction dtypes.
@@ -36,6 +38,7 @@ class GroupContext:
     comm: Comm
     replicas: Comm | None
     mesh: DeviceMesh | None
+    dp_dims: tuple[str, ...]
     device: torch.device
     pin_memory: bool
     mp_policy: MixedPrecisionPolicy
@@ -68,14 +71,13 @@ class ParamGroup:
         self.comm = context.comm
         self._builds = 0
         self._slots = [p.slots for p in params]
-        specs = [
-            ParamSpec(p.name, tuple(p.original.shape), p.original.dtype, p.block) for p in params
-        ]
+        self._parallel = [p.parallel for p in params]
+        specs = [ParamSpec(p.name, tuple(p.local.shape), p.local.dtype, p.block) for p in params]
         self.layout = plan_layout(specs, self.comm.size)
         meta = params[0].original.device.type == "meta"
         self.shard = self._make_shard(torch.device("meta") if meta else context.device)
         if not meta:
-            self._copy_in([p.original.detach().reshape(-1) for p in params])
+            self._copy_in([p.local for p in params])
         self.sharded_params = [
             self._shard_param(i, p.original.requires_grad) for i, p in enumerate(params)
         ]
@@ -116,26 +118,31 @@ class ParamGroup:
         self._full = FullBuffer(self.layout, data)
         self._full_cdata = data.untyped_storage()._cdata
         self.full_params = [
-            nn.Parameter(view, p.requires_grad)
-            for view, p in zip(self._full.views(), self.sharded_params, strict=True)
+            nn.Parameter(view if how is None else how.wrap(view), p.requires_grad)
+            for view, how, p in zip(
+                self._full.views(), self._parallel, self.sharded_params, strict=True
+            )
         ]
         if not self.aliased:
             self._full.release()
 
     @torch.no_grad()
     def _copy_in(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Take this rank's part of full flat parameters; None leaves a parameter as it is."""
+        """Take this rank's part of full parameters; None leaves a parameter as it is."""
         for value, piece in zip(values, self.layout.pieces(self.comm.rank), strict=True):
             if value is not None:
                 target = self.shard[piece.offset : piece.offset + piece.numel]
-                target.copy_(value[piece.start : piece.stop])
+                target.copy_(value.reshape(-1)[piece.start : piece.stop])
 
     def _local(self, index: int) -> torch.Tensor:
         piece = self.layout.piece(self.comm.rank, index)
         return self.shard[piece.offset : piece.offset + piece.numel]
 
     def _shard_param(self, index: int, requires_grad: bool) -> ShardTensor:
+        how = self._parallel[index]
         spec = self.layout.shard_spec(self.comm.rank, index)
+        if how is not None:
+            spec = replace(spec, outer=how.outer)
         tensor = ShardTensor(self._local(index), spec, comm=self.comm, mesh=self.context.mesh)
         param = nn.Parameter(tensor, requires_grad)
         assert isinstance(param, ShardTensor)
@@ -278,6 +285,8 @@ class ParamGroup:
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the full buffer, and that is going to be freed. Local."""
+        if type(tensor) is DTensor:
+            tensor = tensor._local_tensor
         if self.aliased or tensor.layout is not torch.strided or isinstance(tensor, ShardTensor):
             return False
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -338,6 +347,7 @@ class ParamGroup:
             [(copy.deepcopy(module, memo), attribute) for module, attribute in slots]
             for slots in self._slots
         ]
+        new._parallel = self._parallel
         new.sharded_params = [copy.deepcopy(p, memo) for p in self.sharded_params]
         new._relink([p.local for p in new.sharded_params])
         return new
@@ -365,5 +375,5 @@ class ParamGroup:
         full = torch.empty(param.shape, dtype=param.dtype, device=self.comm.device)
         fill(param.spec.name, full)
         values: list[torch.Tensor | None] = [None] * len(self.sharded_params)
-        values[index] = full.reshape(-1)
+        values[index] = full if param.spec.outer is None else param.spec.outer.part_of(full)
         self._copy_in(values)

@@ -10,6 +10,7 @@ import torch
 
 from shard_comm import Work
 from shard_flat import FlatLayout, FullBuffer, ShardTensor
+from shard_fsdp._tensor_parallel import local_grad
 
 if TYPE_CHECKING:
     from shard_fsdp._group import GroupContext
@@ -72,6 +73,7 @@ class GradReducer:
         def take(param: torch.Tensor) -> None:
             grad, param.grad = param.grad, None
             if grad is not None:
+                grad = local_grad(grad, param, self._context.dp_dims)
                 self._context.on_arrival()
                 # A backward that makes a graph of itself runs with gradients on.
                 self.receive(index, grad.detach() if grad.requires_grad else grad)
