@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.checkpoint import state_dict as helpers
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -20,10 +22,19 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import shard_optim
-from shard_comm import Comm
+from shard_comm import Comm, SoloComm
 from shard_flat import Ragged, ShardTensor
-from shard_fsdp import fully_shard
+from shard_fsdp import MixedPrecisionPolicy, fully_shard, materialize
 from shard_testing import run_ranks
+
+# Untyped: torch's annotations do not cover what these return.
+get_model_state_dict: Any = helpers.get_model_state_dict
+get_optimizer_state_dict: Any = helpers.get_optimizer_state_dict
+set_model_state_dict: Any = helpers.set_model_state_dict
+set_optimizer_state_dict: Any = helpers.set_optimizer_state_dict
+
+FULL = StateDictOptions(full_state_dict=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 WIDTH, HEADS, TOKENS = 12, 4, 6
 
@@ -72,7 +83,7 @@ class _Model(nn.Module):
         return out
 
 
-PLAN = {
+PLAN: dict[str, Any] = {
     "q": ColwiseParallel(),
     "k": ColwiseParallel(),
     "v": ColwiseParallel(),
@@ -175,16 +186,166 @@ def _check_parameters(comm: Comm, mesh: DeviceMesh) -> None:
         assert param.grad.placements == param.placements
 
 
+def _check_clipping(comm: Comm, mesh: DeviceMesh) -> None:
+    """Each element counts once, whether it is cut over one mesh, both or none."""
+    alone = _Model()
+    batches = _batches(mesh["dp"].size(), 0)
+    alone(torch.cat(batches)).square().mean().backward()
+    norms: tuple[Any, ...] = (nn.utils.clip_grad_norm_, shard_optim.clip_grad_norm_)
+    for order in (2.0, 1.0, float("inf")):
+        want = nn.utils.get_total_norm([p.grad for p in alone.parameters()], order)
+        for clip in norms:
+            model = _sharded(mesh)
+            model(batches[mesh["dp"].get_local_rank()]).square().mean().backward()
+            total = clip(model.parameters(), 0.01, norm_type=order)
+            # sums over ranks are taken in another order than in one process
+            torch.testing.assert_close(total, want, rtol=1e-5, atol=0.0)
+            grads = [p.grad for p in model.parameters()]
+            after = nn.utils.get_total_norm(grads, order)
+            torch.testing.assert_close(after.item(), 0.01, rtol=1e-3, atol=0.0)
+
+
+def _check_sequence_parallel(comm: Comm, mesh: DeviceMesh) -> None:
+    """Norms whose inputs are cut along the sequence get partial gradients over tp."""
+    dp_rank, dp = mesh["dp"].get_local_rank(), mesh["dp"].size()
+
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+            self.up = nn.Linear(WIDTH, 20)
+            self.down = nn.Linear(20, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.down(functional.gelu(self.up(self.norm(x))))
+            return out
+
+    torch.manual_seed(0)
+    alone = Mlp()
+    model: Any = Mlp()
+    model.load_state_dict(alone.state_dict())
+    plan: dict[str, Any] = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    local = _batches(dp, 0)[dp_rank]
+    part = TOKENS // mesh["tp"].size()
+    begin = mesh["tp"].get_local_rank() * part
+    model(local[:, begin : begin + part]).square().mean().backward()
+    alone(torch.cat(_batches(dp, 0))).square().mean().backward()
+    for (name, got), want in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert got.grad.placements[1] in (Replicate(), Shard(0), Shard(1))
+        # sums over two meshes
+        torch.testing.assert_close(
+            got.grad.full_tensor(), want.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m
+        )
+
+
+def _check_life(comm: Comm, mesh: DeviceMesh) -> None:
+    """Accumulation, dtypes, copies, assignments and models from the meta device."""
+    batches = [_batches(mesh["dp"].size(), s)[mesh["dp"].get_local_rank()] for s in range(2)]
+    at_once, in_parts = _sharded(mesh), _sharded(mesh)
+    for batch in batches:
+        at_once(batch).square().mean().backward()
+    in_parts.set_requires_gradient_sync(False)
+    in_parts(batches[0]).square().mean().backward()
+    in_parts.set_requires_gradient_sync(True)
+    in_parts(batches[1]).square().mean().backward()
+    for a, b in zip(at_once.parameters(), in_parts.parameters(), strict=True):
+        # one sums ranks first, the other microbatches
+        torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-4, atol=1e-6)
+    twin = copy.deepcopy(at_once)
+    assert torch.equal(twin(batches[0]), at_once(batches[0]))
+    assert twin.blocks[0].q.weight.spec.outer == at_once.blocks[0].q.weight.spec.outer
+
+    start = _full(_Model())
+    for whole in (start, dict(_parallel_model(mesh).state_dict())):
+        model = _sharded(mesh)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        given = {name: nn.Parameter(value) for name, value in whole.items()}
+        model.load_state_dict(given, assign=True)
+        assert all(torch.equal(p, start[n]) for n, p in _full(model).items())
+        model(batches[0])
+        assert all(isinstance(p, ShardTensor) for p in model.parameters())
+
+    half = _parallel_model(mesh)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(half, mesh=mesh["dp"], mp_policy=policy)
+    out = half(batches[0])
+    assert out.dtype == torch.bfloat16
+    out.float().square().mean().backward()
+    assert all(p.grad.dtype == torch.float32 for p in half.parameters())
+
+
+def _check_meta(comm: Comm, mesh: DeviceMesh) -> None:
+    def init(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        tensor.normal_(generator=generator)
+
+    with torch.device("meta"):
+        bare: Any = fully_shard(_Model(), mesh=SoloComm())
+        cut = _parallel_model(mesh)
+    fully_shard(cut, mesh=mesh["dp"])
+    want = _full(materialize(bare, init))
+    for name, value in _full(materialize(cut, init)).items():
+        assert torch.equal(value, want[name]), name
+    with torch.no_grad():
+        torch.manual_seed(3)
+        drawn = torch.empty(WIDTH, WIDTH).normal_()
+        torch.manual_seed(3)
+        assert torch.equal(cut.blocks[0].out.weight.normal_().full_tensor(), drawn)
+
+
+def _check_helpers(comm: Comm, mesh: DeviceMesh) -> None:
+    """torch's state-dict helpers: whole states, and back again."""
+    model = _sharded(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _train(model, optimizer, [_batches(mesh["dp"].size(), 0)[mesh["dp"].get_local_rank()]])
+    want = _full(model)
+    full = get_model_state_dict(model, options=FULL)
+    assert set(full) == set(want)
+    assert all(torch.equal(full[name], value) for name, value in want.items())
+    for options in (FULL, FROM_RANK_0):
+        given = dict(want) if comm.rank == 0 or options is FULL else {}
+        other = _sharded(mesh)
+        set_model_state_dict(other, given, options=options)
+        assert all(torch.equal(p, want[n]) for n, p in _full(other).items())
+    moments = get_optimizer_state_dict(model, optimizer, options=FULL)
+    shape = moments["state"]["blocks.0.down.weight"]["exp_avg"].shape
+    assert shape == (WIDTH, 20)
+    resumed = torch.optim.AdamW(other.parameters(), lr=0.5)
+    set_optimizer_state_dict(other, resumed, copy.deepcopy(moments), options=FULL)
+    batch = _batches(mesh["dp"].size(), 1)[mesh["dp"].get_local_rank()]
+    _train(model, optimizer, [batch])
+    _train(other, resumed, [batch])
+    want = _full(model)
+    assert all(torch.equal(p, want[n]) for n, p in _full(other).items())
+    assert all(isinstance(s["exp_avg"], ShardTensor) for s in resumed.state.values())
+
+
 WORLDS = [(2, 2), (2, 1), (1, 2)]
 
 
 def _everything(comm: Comm, dp: int, tp: int) -> None:
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    for check in (_check_parameters, _check_training):
+    for check in (
+        _check_parameters,
+        _check_training,
+        _check_clipping,
+        _check_sequence_parallel,
+        _check_life,
+        _check_meta,
+        _check_helpers,
+    ):
         check(comm, mesh)
         comm.barrier()
 
 
 @pytest.mark.parametrize(("dp", "tp"), WORLDS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # from inside torch's helpers
 def test_tensor_parallel_models_are_sharded(dp: int, tp: int) -> None:
     run_ranks(_everything, dp * tp, dp, tp)

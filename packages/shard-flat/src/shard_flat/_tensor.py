@@ -262,7 +262,7 @@ def mesh_of(comm: GatherComm, device_type: str) -> DeviceMesh:
     mesh = _meshes.get(comm)
     if mesh is None:
         mesh = DeviceMesh(
-            device_type, torch.arange(comm.size), _init_backend=False, _rank=comm.rank
+            device_type, torch.arange(comm.size, device="cpu"), _init_backend=False, _rank=comm.rank
         )
         _meshes[comm] = mesh
     return mesh

@@ -34,7 +34,7 @@ _NO_OFFLOAD = OffloadPolicy()
 
 
 @overload
-def fully_shard(  # noqa: PLR0913  # torch's arguments and one of ours
+def fully_shard(
     module: nn.Module,
     *,
     mesh: Mesh | None = ...,
@@ -49,7 +49,7 @@ def fully_shard(  # noqa: PLR0913  # torch's arguments and one of ours
 
 
 @overload
-def fully_shard(  # noqa: PLR0913  # torch's arguments and one of ours
+def fully_shard(
     module: list[nn.Module],
     *,
     mesh: Mesh | None = ...,
