@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -21,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
+import shard_ckpt
 import shard_optim
 from shard_comm import Comm, SoloComm
 from shard_flat import Outer, Ragged, ShardTensor
@@ -327,6 +332,79 @@ def _check_helpers(comm: Comm, mesh: DeviceMesh) -> None:
     assert all(isinstance(s["exp_avg"], ShardTensor) for s in resumed.state.values())
 
 
+def _state(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def _whole(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor of nested state, whole, by its path."""
+    found: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= _whole(value, f"{prefix}{key}/")
+        elif isinstance(value, DTensor):
+            found[f"{prefix}{key}"] = value.full_tensor().detach()
+    return found
+
+
+def _save(comm: Comm, folder: str) -> list[dict[str, torch.Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = _sharded(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _train(model, optimizer, [_batches(2, 0)[mesh["dp"].get_local_rank()]])
+    state = _state(model, optimizer)
+    shard_ckpt.save(state, f"{folder}/ours", comm=comm)
+    dcp_save(state, checkpoint_id=f"{folder}/torchs")
+    return [_whole(state), *_load(comm, folder, [(2, 2)])]
+
+
+def _load(comm: Comm, folder: str, meshes: list[tuple[int, int]]) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for sizes in meshes:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+        for kind in ("ours", "torchs"):
+            model = _sharded(mesh)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            state = _state(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            if kind == "ours":
+                shard_ckpt.load(state, f"{folder}/ours", comm=comm)
+            else:
+                dcp_load(state, checkpoint_id=f"{folder}/torchs")
+            found.append(_whole(state))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # from inside torch's helpers
+def test_checkpoints_move_between_meshes(tmp_path: Path) -> None:
+    """Of both kinds; each element is stored once, whatever the sizes of dp and tp."""
+    folder = str(tmp_path)
+    found = run_ranks(_save, 4, folder)
+    want = found[0][0]
+    assert float(want["optim/state/blocks.0.down.weight/exp_avg"].abs().sum()) > 0
+    found += run_ranks(_load, 2, folder, [(2, 1), (1, 2)])
+    found += run_ranks(_load, 1, folder, [(1, 1)])
+    for state in (state for of_rank in found for state in of_rank):
+        assert set(state) == set(want)
+        assert all(torch.equal(state[name], value) for name, value in want.items())
+    elements = sum(value.numel() for value in want.values())
+    stored = 0
+    for file in (tmp_path / "ours").glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            stored += sum(tensors.get_tensor(key).numel() for key in tensors.keys())  # noqa: SIM118
+    steps = sum(1 for _ in _Model().parameters())
+    assert stored == elements + steps
+    plain = _Model()
+    shard_ckpt.load(
+        {"model": dict(plain.state_dict())}, tmp_path / "ours", comm=SoloComm(), strict=False
+    )
+    assert torch.equal(plain.blocks[1].out.weight.data, want["model/blocks.1.out.weight"])  # type: ignore[union-attr]
+
+
 def _gathered(comm: Comm) -> None:
     """A whole that two dimensions of a mesh cut, one after the other, along one of its own."""
     rows, columns = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
@@ -344,25 +422,23 @@ def test_parts_of_two_mesh_dimensions_are_gathered() -> None:
     run_threads(_gathered, 4)
 
 
-WORLDS = [(2, 2), (2, 1), (1, 2)]
+def _everything(comm: Comm, meshes: list[tuple[int, int]]) -> None:
+    for sizes in meshes:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+        for check in (
+            _check_parameters,
+            _check_training,
+            _check_clipping,
+            _check_sequence_parallel,
+            _check_life,
+            _check_meta,
+            _check_helpers,
+        ):
+            check(comm, mesh)
+            comm.barrier()
 
 
-def _everything(comm: Comm, dp: int, tp: int) -> None:
-    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    for check in (
-        _check_parameters,
-        _check_training,
-        _check_clipping,
-        _check_sequence_parallel,
-        _check_life,
-        _check_meta,
-        _check_helpers,
-    ):
-        check(comm, mesh)
-        comm.barrier()
-
-
-@pytest.mark.parametrize(("dp", "tp"), WORLDS)
+@pytest.mark.parametrize("meshes", [[(2, 2)], [(2, 1), (1, 2)]])
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # from inside torch's helpers
-def test_tensor_parallel_models_are_sharded(dp: int, tp: int) -> None:
-    run_ranks(_everything, dp * tp, dp, tp)
+def test_tensor_parallel_models_are_sharded(meshes: list[tuple[int, int]]) -> None:
+    run_ranks(_everything, meshes[0][0] * meshes[0][1], meshes)
