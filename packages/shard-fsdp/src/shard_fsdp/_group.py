@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shard_comm import Comm, Work
 from shard_flat import FullBuffer, ParamSpec, ShardTensor, plan_layout
+from shard_fsdp._collectives import all_gather
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
@@ -261,13 +262,13 @@ class ParamGroup:
         self._full.allocate()
         if part is not None:
             comm, kept = part
-            return comm.all_gather(self._full.data, kept, async_op=True)
+            return all_gather(comm, self._full.data, kept, self.context.settings)
         source = self.shard
         if source.dtype != self._full.data.dtype or source.device != self._full.data.device:
             source = self._full.slice_of(self.comm.rank)
             with torch.no_grad():
                 source.copy_(self.shard, non_blocking=True)  # the cast
-        return self.comm.all_gather(self._full.data, source, async_op=True)
+        return all_gather(self.comm, self._full.data, source, self.context.settings)
 
     def reshard(self) -> None:
         """Free the full buffer. Local."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from shard_fsdp._comm_methods import CommMethods
 from shard_fsdp._forward import ForwardRun
 from shard_fsdp._unit import Unit
 
@@ -27,7 +28,7 @@ class UnshardHandle:
         self._unit.wait_for_unshard()
 
 
-class FSDPModule(nn.Module):
+class FSDPModule(CommMethods, nn.Module):
     """A module whose parameters are sharded; ``fully_shard`` mixes it into the module's class.
 
     Methods act on this module's unit, those with ``recurse`` by default also on all units
@@ -143,9 +144,6 @@ class FSDPModule(nn.Module):
         if not factor > 0:
             raise ValueError(f"expected a divide factor above 0, got {factor}")
         self._shard_unit.settings.divide_factor = float(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for programs that call it: reductions are sums here in any case."""
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None

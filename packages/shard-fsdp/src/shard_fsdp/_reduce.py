@@ -10,6 +10,7 @@ import torch
 
 from shard_comm import Work
 from shard_flat import FlatLayout, FullBuffer, ShardTensor
+from shard_fsdp._collectives import reduce_scatter
 from shard_fsdp._tensor_parallel import local_grad
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class GradReducer:
         for start, stop in self._gaps:
             self._buffer.data[start:stop].zero_()
         out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
-        work = self._comm.reduce_scatter(out, self._buffer.data, async_op=True)
+        work = reduce_scatter(self._comm, out, self._buffer.data, self._context.settings)
         self._flight = _Flight(work, out, wanted)
 
     @torch.no_grad()
