@@ -23,8 +23,9 @@ def no_meaning(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runt
     shape = tensor.spec.global_shape if tensor is not None else ()
     return RuntimeError(
         f"{where}: {func} has no meaning on one rank's piece of a tensor of shape {shape}; call "
-        f"full_tensor() (all ranks) and use the result, or use the parameter inside the forward "
-        f"of the module that owns it"
+        f"full_tensor() (all ranks) and use the result, or use the parameter in a forward of the "
+        f"module that owns it; register_fsdp_forward_method() makes another method one, unshard() "
+        f"alone does not"
     )
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shard_comm import Comm, Work
 from shard_flat import FullBuffer, ParamSpec, ShardTensor, plan_layout
+from shard_fsdp._assigned import find_assigned, own
 from shard_fsdp._collectives import all_gather
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
@@ -95,6 +96,7 @@ class ParamGroup:
     def _build(self) -> None:
         """Make what follows from the shard's dtype and device: full buffer and reducer."""
         self._builds += 1
+        own(self, self.sharded_params)
         self._version = -1
         self._pieces = [p.local for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
@@ -172,13 +174,15 @@ class ParamGroup:
         into memory of their own, become part of the flat shard again.
 
         Raises:
-            ValueError: an assigned parameter does not fit.
+            ValueError: an assigned parameter does not fit, or one was deleted or tied.
+            RuntimeError: something else was assigned.
         """
         for index, slots in enumerate(self._slots):
-            module, attribute = slots[0]
-            found: object = module._parameters[attribute]
-            if found is not self.sharded_params[index]:
-                self._take_over(index, found)
+            sharded: object = self.sharded_params[index]
+            for module, attribute in slots:
+                if module._parameters.get(attribute) is not sharded:
+                    self._take_over(index)
+                    break
         if any(p.local is not q for p, q in zip(self.sharded_params, self._pieces, strict=True)):
             pieces = [p.local for p in self.sharded_params]
             if len({(p.dtype, p.device) for p in pieces}) == 1:  # else more is still to come
@@ -186,21 +190,10 @@ class ParamGroup:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _take_over(self, index: int, found: Any) -> None:
+    def _take_over(self, index: int) -> None:
         old = self.sharded_params[index]
         name = old.spec.name
-        if found is not None and not isinstance(found, nn.Parameter):
-            raise RuntimeError(
-                f"{name}: expected a parameter, got a {type(found).__name__} in its place (rank "
-                f"{self.comm.rank} of {self.comm.size}); torch.func.functional_call and the like "
-                f"cannot replace the parameters of a sharded module"
-            )
-        if found is None or found.shape != old.shape:
-            raise ValueError(
-                f"{name}: expected a parameter of shape {tuple(old.shape)}, got "
-                f"{None if found is None else tuple(found.shape)} (rank {self.comm.rank} of "
-                f"{self.comm.size}); a sharded module's parameters keep their shapes"
-            )
+        found = find_assigned(self._slots[index], old)
         if isinstance(found, ShardTensor):
             if not found.spec.is_cut_like(old.spec, self.comm.size):
                 raise ValueError(

@@ -106,7 +106,7 @@ def _check_free(name: str, param: nn.Parameter) -> None:
     if isinstance(param, ShardTensor):
         raise ValueError(
             f"{name}: the parameter is sharded already (as {param.spec.name}); wrap each module "
-            f"once, from the inside out"
+            f"once, from the inside out, and tie parameters before that"
         )
     if is_lazy(param):
         raise ValueError(
