@@ -287,6 +287,40 @@ def _check_life(comm: Comm, mesh: DeviceMesh) -> None:
     assert all(p.grad.dtype == torch.float32 for p in half.parameters())
 
 
+def _check_scaler(comm: Comm, mesh: DeviceMesh) -> None:
+    """An inf in one rank's piece makes every rank skip the step."""
+    model = _sharded(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(_batches(1, 0)[0]).square().mean()).backward()
+    before = _full(model)
+    last = model.blocks[0].down.weight.grad  # cut over both meshes
+    held = [n > 0 for n in comm.all_gather_object(last.local.numel())]
+    if comm.rank == max(rank for rank in range(comm.size) if held[rank]):
+        last.local.fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(p, before[n]) for n, p in _full(model).items())
+
+
+def _check_hybrid(comm: Comm, mesh: DeviceMesh) -> None:
+    """Replicas beside both: the same gradients as without them."""
+    dp, tp = mesh["dp"].size(), mesh["tp"].size()
+    deep = init_device_mesh("cpu", (dp, 1, tp), mesh_dim_names=("pods", "dp", "tp"))
+    hybrid = _Model()
+    for block in hybrid.blocks:
+        parallelize_module(block, deep["tp"], PLAN)
+    fully_shard(hybrid, mesh=deep["pods", "dp"])
+    model = _sharded(mesh)
+    batch = _batches(dp, 0)[mesh["dp"].get_local_rank()]
+    for each in (hybrid, model):
+        each(batch).square().mean().backward()
+    for a, b in zip(hybrid.parameters(), model.parameters(), strict=True):
+        assert isinstance(a.grad, ShardTensor)
+        assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())
+
+
 def _check_meta(comm: Comm, mesh: DeviceMesh) -> None:
     def init(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.normal_(generator=generator)
@@ -431,6 +465,8 @@ def _everything(comm: Comm, meshes: list[tuple[int, int]]) -> None:
             _check_clipping,
             _check_sequence_parallel,
             _check_life,
+            _check_scaler,
+            _check_hybrid,
             _check_meta,
             _check_helpers,
         ):
