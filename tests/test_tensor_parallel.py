@@ -287,6 +287,33 @@ def _check_life(comm: Comm, mesh: DeviceMesh) -> None:
     assert all(p.grad.dtype == torch.float32 for p in half.parameters())
 
 
+class _Giver(nn.Module):
+    """Returns its parameter as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self) -> torch.Tensor:
+        return self.linear.weight
+
+
+def _check_outputs(comm: Comm, mesh: DeviceMesh) -> None:
+    """A DTensor that lies in the full buffer outlives it."""
+    model: Any = _Giver()
+    values = torch.arange(float(WIDTH * WIDTH)).view(WIDTH, WIDTH)
+    with torch.no_grad():
+        model.linear.weight.copy_(values)
+    parallelize_module(model.linear, mesh["tp"], RowwiseParallel())
+    fully_shard(model, mesh=mesh["dp"], reshard_after_forward=True)
+    given = model()
+    assert given.placements == (Shard(1),)
+    model.reshard()
+    assert torch.equal(given.full_tensor(), values)
+    given.to_local().sum().backward()
+    assert torch.equal(model.linear.weight.grad.full_tensor(), torch.ones(WIDTH, WIDTH))
+
+
 def _check_scaler(comm: Comm, mesh: DeviceMesh) -> None:
     """An inf in one rank's piece makes every rank skip the step."""
     model = _sharded(mesh)
@@ -465,6 +492,7 @@ def _everything(comm: Comm, meshes: list[tuple[int, int]]) -> None:
             _check_clipping,
             _check_sequence_parallel,
             _check_life,
+            _check_outputs,
             _check_scaler,
             _check_hybrid,
             _check_meta,
