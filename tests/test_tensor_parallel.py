@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -277,6 +277,22 @@ def _check_life(comm: Comm, mesh: DeviceMesh) -> None:
         assert all(torch.equal(p, start[n]) for n, p in _full(model).items())
         model(batches[0])
         assert all(isinstance(p, ShardTensor) for p in model.parameters())
+
+    for param in model.parameters():
+        whole = param.full_tensor().detach() + 1
+        cut = distribute_tensor(whole, param.device_mesh, param.placements)
+        assert torch.equal(cut.full_tensor(), whole)
+        with torch.no_grad():
+            param.copy_(cut)
+        assert torch.equal(param.full_tensor(), whole)
+    parts = {
+        name: nn.Parameter(distribute_tensor(start[name], param.device_mesh, param.placements))
+        for name, param in model.named_parameters()
+    }
+    model.load_state_dict(parts, assign=True)
+    assert all(torch.equal(p, start[n]) for n, p in _full(model).items())
+    copied = model.blocks[0].down.weight.redistribute(placements=[Replicate(), Replicate()])
+    assert torch.equal(copied.to_local(), start["blocks.0.down.weight"])
 
     half = _parallel_model(mesh)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
