@@ -294,6 +294,16 @@ def _check_life(comm: Comm, mesh: DeviceMesh) -> None:
     copied = model.blocks[0].down.weight.redistribute(placements=[Replicate(), Replicate()])
     assert torch.equal(copied.to_local(), start["blocks.0.down.weight"])
 
+    turned: Any = nn.Linear(WIDTH, WIDTH)  # its weight lies by columns
+    turned.weight = nn.Parameter(torch.arange(float(WIDTH * WIDTH)).view(WIDTH, WIDTH).t())
+    values = turned.weight.detach().clone()
+    parallelize_module(turned, mesh["tp"], RowwiseParallel())
+    fully_shard(turned, mesh=mesh["dp"])
+    assert torch.equal(turned.weight.full_tensor(), values)
+    part = torch.ones(1, WIDTH // mesh["tp"].size())
+    turned(part).sum().backward()
+    assert torch.equal(turned.weight.grad.full_tensor(), torch.ones(WIDTH, WIDTH))
+
     half = _parallel_model(mesh)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(half, mesh=mesh["dp"], mp_policy=policy)
@@ -394,8 +404,13 @@ def _check_helpers(comm: Comm, mesh: DeviceMesh) -> None:
     for options in (FULL, FROM_RANK_0):
         given = dict(want) if comm.rank == 0 or options is FULL else {}
         other = _sharded(mesh)
-        set_model_state_dict(other, given, options=options)
+        set_model_state_dict(other, dict(given), options=options)  # it changes what it is given
         assert all(torch.equal(p, want[n]) for n, p in _full(other).items())
+        with torch.device("meta"):
+            empty = _parallel_model(mesh)
+        fully_shard(empty, mesh=mesh["dp"])
+        set_model_state_dict(empty, dict(given), options=options)
+        assert all(torch.equal(p, want[n]) for n, p in _full(empty).items())
     moments = get_optimizer_state_dict(model, optimizer, options=FULL)
     shape = moments["state"]["blocks.0.down.weight"]["exp_avg"].shape
     assert shape == (WIDTH, 20)

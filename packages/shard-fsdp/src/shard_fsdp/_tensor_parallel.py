@@ -23,7 +23,6 @@ class ParallelSpec:
         mesh: of the DTensor that a forward sees.
         placements: of it, one per dimension of ``mesh``.
         shape: of it.
-        stride: of it.
         outer: the same for pieces; data-parallel dimensions of ``mesh`` are left out. None where
             there are no others.
     """
@@ -31,18 +30,13 @@ class ParallelSpec:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
-    stride: tuple[int, ...]
     outer: Outer | None
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """Return the DTensor around a full local part, which it shares. Local."""
+        stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride,
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
         )
 
 
@@ -60,11 +54,6 @@ def parallel_spec(name: str, param: DTensor, ranks: Ranks) -> ParallelSpec:
                 f"{name}: expected a DTensor placed by Shard and Replicate, got {placements}; "
                 f"redistribute it before fully_shard()"
             )
-    if not param.to_local().is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous local part, got strides {param.to_local().stride()}; "
-            f"call contiguous() on it before fully_shard()"
-        )
     own_dims = list(range(mesh.ndim))
     if ranks.spmd is not None:
         own_dims = _dims_beside(name, mesh, placements, ranks)
@@ -77,7 +66,7 @@ def parallel_spec(name: str, param: DTensor, ranks: Ranks) -> ParallelSpec:
             comms=tuple(_comm_along(mesh, names[dim]) for dim in own_dims),
             mesh=_joined(name, ranks, submesh(mesh, [names[dim] for dim in own_dims])),
         )
-    return ParallelSpec(mesh, placements, param.shape, param.stride(), outer)
+    return ParallelSpec(mesh, placements, param.shape, outer)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,19 +89,15 @@ def local_grad(grad: torch.Tensor, param: torch.Tensor, dp_dims: Sequence[str]) 
     if not isinstance(param, DTensor):
         return grad
     assert isinstance(grad, DTensor)
-    names = param.device_mesh.mesh_dim_names or ()
+    names = param.device_mesh.mesh_dim_names or ("",) * param.device_mesh.ndim
     wanted = [
-        found if names[dim : dim + 1] and names[dim] in dp_dims and _may_stay(found) else own
-        for dim, (found, own) in enumerate(zip(grad.placements, param.placements, strict=True))
+        found if name in dp_dims and isinstance(found, (Replicate, Partial)) else own
+        for name, found, own in zip(names, grad.placements, param.placements, strict=True)
     ]
     if list(grad.placements) != wanted:
         grad = grad.redistribute(placements=wanted)
     local = grad.to_local()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def _may_stay(placement: Placement) -> bool:
-    return isinstance(placement, (Replicate, Partial))
 
 
 def _dims_beside(
