@@ -122,9 +122,9 @@ def _bytes_of_one_step(comm: Comm, mp_policy: MixedPrecisionPolicy, reshard: boo
         assert records["all_gather"].calls == gathers * len(layouts)
         assert records["reduce_scatter"].payload_bytes == numel * reduce_size
         assert records["reduce_scatter"].calls == len(layouts)
-        # which gradients arrived: one number per parameter and one per group
-        flags = len(list(model.parameters())) + len(layouts)
-        assert records["all_reduce"].payload_bytes == 4 * flags
+        # which gradients arrived: one number per parameter and one per group, and a checksum
+        flags = len(list(model.parameters())) + len(layouts) + 2
+        assert records["all_reduce"].payload_bytes == 8 * flags
         assert set(records) == {"all_gather", "reduce_scatter", "all_reduce"}
 
 

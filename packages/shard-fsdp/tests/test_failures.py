@@ -169,7 +169,7 @@ def _kept_graphs(comm: Comm) -> None:
         loss = model.loss(batch[comm.rank])
         loss.backward()
         kept.append(loss if comm.rank == 0 else None)
-        assert not any(u._is_full for u in model._shard_unit.schedule.units)
+        assert not any(u.has_storage for u in model._shard_unit.schedule.units)
     terms = [torch.autograd.grad(plain.loss(b), list(plain.parameters())) for b in batches[-1]]
     for param, each in zip(model.parameters(), zip(*terms, strict=True), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), torch.stack(each).mean(0))
@@ -253,6 +253,8 @@ class _Meddler(nn.Module):
                 self.weight.clamp_(max=0.5)
             elif self.how == "replaced":
                 self.weight = nn.Parameter(self.weight * 2)
+            elif self.how == "moved":
+                self.weight.data = self.weight * 2
         return x * self.weight
 
 
@@ -278,9 +280,11 @@ def _functional(comm: Comm) -> None:
 def _no_gradients_asked_for(comm: Comm) -> None:
     model, first, _ = _wrapped(comm)
     x = torch.tensor([3.0], requires_grad=True)
-    (gx,) = torch.autograd.grad(model(x).sum(), x)
-    assert gx.item() == 4
-    assert first.weight.grad is None
+    for zero_fill in (False, True):
+        model.set_reduce_scatter_unused_params(zero_fill)
+        (gx,) = torch.autograd.grad(model(x).sum(), x)
+        assert gx.item() == 4
+        assert first.weight.grad is None
 
 
 def _forgotten(comm: Comm) -> None:
@@ -311,7 +315,7 @@ class _Table(nn.Module):
 def _returns_parameters(comm: Comm) -> None:
     model = fully_shard(_Table(), mesh=comm, reshard_after_forward=True)
     whole, row = model()
-    assert not model._shard_unit._is_full or comm.size == 1
+    assert not model._shard_unit.has_storage or comm.size == 1
     assert whole.tolist() == [[0, 1], [2, 3], [4, 5]]
     assert row.tolist() == [2, 3]
     (whole.sum() + row.sum()).backward()
@@ -336,7 +340,7 @@ def _penalty(comm: Comm) -> None:
         found.append(x.grad)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     model(torch.ones(1, 2)).sum().backward()
-    assert not model[0]._shard_unit._is_full or comm.size == 1
+    assert not model[0]._shard_unit.has_storage or comm.size == 1
 
 
 class _Boxed(nn.Module):
@@ -438,6 +442,31 @@ def _shared_input(comm: Comm) -> None:
     assert len(hooks.live_ends()) <= 1
 
 
+def _penalty_with_the_loss(comm: Comm) -> None:
+    """The penalty's graph still needs the parameters after the loss's backward freed them."""
+    plain, inner = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    for each in (plain, inner):
+        each.load_state_dict({"weight": torch.tensor([[1.0, 2.0], [3.0, 5.0]])})
+    model = fully_shard(nn.Sequential(fully_shard(inner, mesh=comm)), mesh=comm)
+    found = []
+    for each in (plain, model):
+        x = torch.ones(1, 2, requires_grad=True)
+        (gx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        (each(torch.ones(1, 2)).sum() + gx.square().sum()).backward()
+        found.append((x.grad, next(each.parameters()).grad))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
+    got: Any = found[1][1]
+    torch.testing.assert_close(found[0][1], got.full_tensor(), rtol=1e-6, atol=0)
+    model(torch.ones(1, 2))
+    assert not model[0]._shard_unit.has_storage or comm.size == 1
+
+
+def _moved_inside(comm: Comm) -> None:
+    model = fully_shard(_Meddler("moved"), mesh=comm)
+    with pytest.raises(RuntimeError, match="weight: the parameter was replaced inside a forward"):
+        model(torch.ones(4))
+
+
 def _slices(comm: Comm) -> None:
     model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), mesh=comm)
     part = model[:1]
@@ -493,6 +522,8 @@ class _Around(nn.Module):
         _two_meshes,
         _returns_parameters,
         _penalty,
+        _penalty_with_the_loss,
+        _moved_inside,
         _raises_midway,
         _busy,
         _changed_inside,

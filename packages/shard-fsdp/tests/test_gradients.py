@@ -530,6 +530,31 @@ def _user_hooks(comm: Comm) -> None:
     assert seen == [[(comm.size + 1) / 2] * 2]
 
 
+def _hook_on_a_sharded_parameter(comm: Comm) -> None:
+    model = fully_shard(nn.Linear(2, 3, bias=False), mesh=comm)
+    seen = []
+
+    def double(grad: torch.Tensor) -> torch.Tensor:
+        seen.append(grad.full_tensor().tolist())  # type: ignore[attr-defined]
+        return grad * 2
+
+    handle = model.weight.register_hook(double)
+    for _ in range(2):
+        model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
+    mean = (comm.size + 1) / 2
+    assert seen == [[[mean, mean]] * 3] * 2  # the reduced gradient of each backward, not the sum
+    assert model.weight.grad.full_tensor().tolist() == [[4 * mean, 4 * mean]] * 3
+    handle.remove()
+    model.weight.register_hook(lambda grad: torch.zeros(3, 2))
+    with pytest.raises(TypeError, match=r"weight: expected a hook to return None or a ShardTensor"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_hook_on_a_sharded_parameter(world_size: int) -> None:
+    run_threads(_hook_on_a_sharded_parameter, world_size)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_post_accumulate_hook_fires_once_with_the_reduced_gradient(world_size: int) -> None:
     run_threads(_user_hooks, world_size)

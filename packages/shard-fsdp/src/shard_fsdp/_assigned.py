@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _owners: WeakValueDictionary[int, ParamGroup] = WeakValueDictionary()
 
 
-def own(group: ParamGroup, params: Iterable[ShardTensor]) -> None:
+def note_owner(group: ParamGroup, params: Iterable[ShardTensor]) -> None:
     """Remember whose sharded parameters these are. Local."""
     for param in params:
         _owners[id(param)] = group

@@ -220,7 +220,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{type(module).__name__}: the module is wrapped already; call fully_shard() once "
                 f"per module, from the inside out"
             )
-        if type(module).forward is nn.Module.forward:
+        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
             raise ValueError(
                 f"{type(module).__name__} has no forward to gather parameters around; wrap the "
                 f"modules inside it, or the one that contains it"

@@ -9,16 +9,18 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shard_comm import Comm, Work
 from shard_flat import FullBuffer, ParamSpec, ShardTensor, plan_layout
-from shard_fsdp._assigned import find_assigned, own
+from shard_fsdp._assigned import find_assigned, note_owner
 from shard_fsdp._collectives import all_gather
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
+from shard_fsdp._solo import SoloGrads
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,12 @@ class ParamGroup:
     def _build(self) -> None:
         """Make what follows from the shard's dtype and device: full buffer and reducer."""
         self._builds += 1
-        own(self, self.sharded_params)
+        note_owner(self, self.sharded_params)
         self._version = -1
         self._pieces = [p.local for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
         self._hooked = [False] * len(self.sharded_params)
+        self._accumulators: list[Node] = []  # of full parameters that have been trained
         self._seen_versions: list[int] = []
         compute = self.context.mp_policy.compute_dtype(self.layout.dtype)
         self.aliased = (
@@ -109,13 +112,8 @@ class ParamGroup:
             and self.shard.device == self.comm.device
         )
         self.full_params: list[nn.Parameter] = []
-        self.reducer = GradReducer(
-            self.layout,
-            self.sharded_params,
-            context=self.context,
-            dtype=self.context.mp_policy.reduction_dtype(self.layout.dtype),
-        )
         if self.shard.device.type == "meta":
+            self.reducer = self._make_reducer()
             return
         data = self.shard if self.aliased else self.comm.empty(self.layout.numel, compute)
         self._full = FullBuffer(self.layout, data)
@@ -126,8 +124,16 @@ class ParamGroup:
                 self._full.views(), self._parallel, self.sharded_params, strict=True
             )
         ]
+        self.reducer = self._make_reducer()
         if not self.aliased:
             self._full.release()
+
+    def _make_reducer(self) -> GradReducer | SoloGrads:
+        context = self.context
+        dtype = context.mp_policy.reduction_dtype(self.layout.dtype)
+        if self.comm.size == 1 and context.replicas is None:
+            return SoloGrads(self.full_params, self.sharded_params, context=context, dtype=dtype)
+        return GradReducer(self.layout, self.sharded_params, context=context, dtype=dtype)
 
     @torch.no_grad()
     def _copy_in(self, values: Sequence[torch.Tensor | None]) -> None:
@@ -236,10 +242,14 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether the shard changed since it was gathered."""
-        return self._version != self.shard._version
+        return not self.aliased and self._version != self.shard._version
 
-    def unshard(self) -> Work:
-        """Start filling the full buffer from all ranks' shards. Collective."""
+    def unshard(self, *, use_part: bool = False) -> Work:
+        """Start filling the full buffer from all ranks' shards. Collective.
+
+        Args:
+            use_part: fill it over fewer ranks, where ``keep_part`` left what that needs.
+        """
         if self.shard.device.type == "meta":
             raise RuntimeError(
                 f"{self.sharded_params[0].spec.name}: the parameter is on the meta device and has "
@@ -247,13 +257,11 @@ class ParamGroup:
                 f"to_empty() and give it values"
             )
         part, self._part = self._part, None
-        if self.is_stale:
-            part = None
         self._version = self.shard._version
         if self.aliased:
             return Work()
         self._full.allocate()
-        if part is not None:
+        if use_part and part is not None:
             comm, kept = part
             return all_gather(comm, self._full.data, kept, self.context.settings)
         source = self.shard
@@ -263,19 +271,17 @@ class ParamGroup:
                 source.copy_(self.shard, non_blocking=True)  # the cast
         return all_gather(self.comm, self._full.data, source, self.context.settings)
 
-    def reshard(self) -> None:
+    def release(self) -> None:
         """Free the full buffer. Local."""
-        self._part = None
         if not self.aliased:
             self._full.release()
 
-    def reshard_partly(self, comm: Comm) -> None:
-        """Keep one part in ``comm.size`` of the full buffer and free the rest. Local."""
+    def keep_part(self, comm: Comm) -> None:
+        """Copy one part in ``comm.size`` of the full buffer, for the next gather. Local."""
         if not self.aliased:
             numel = self.layout.numel // comm.size
             kept = self._full.data[comm.rank * numel : (comm.rank + 1) * numel].clone()
             self._part = (comm, kept)
-            self._full.release()
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the full buffer, and that is going to be freed. Local."""
@@ -287,6 +293,13 @@ class ParamGroup:
             return False  # it has no storage of its own to look at
         return bool(tensor.untyped_storage()._cdata == self._full_cdata)
 
+    def expects_gradients(self) -> bool:
+        """Whether the backward that runs accumulates gradients of the parameters at all.
+
+        ``torch.autograd.grad`` does not, unless told to. Local, in a backward only.
+        """
+        return any(_will_run(node) for node in self._accumulators)
+
     def register_full(self) -> None:
         """Let the modules see the full parameters. Local."""
         for i, (slots, full, sharded) in enumerate(
@@ -297,6 +310,12 @@ class ParamGroup:
             if sharded.requires_grad and not self._hooked[i]:
                 self._hooked[i] = True
                 full.register_post_accumulate_grad_hook(self.reducer.hook_for(i))
+                with (
+                    torch._C._DisableFuncTorch(),
+                    torch.inference_mode(False),
+                    torch.enable_grad(),
+                ):
+                    self._accumulators.append(get_gradient_edge(full).node)
             for module, attribute in slots:
                 module._parameters[attribute] = full
         self._seen_versions = [full._version for full in self.full_params]
@@ -312,10 +331,19 @@ class ParamGroup:
 
         Such a change is gone once the buffer is freed. Local.
         """
-        for full, version, sharded, slots in zip(
-            self.full_params, self._seen_versions, self.sharded_params, self._slots, strict=True
+        base, itemsize = self._full.data.data_ptr(), self._full.data.element_size()
+        places = (base + start * itemsize for start in self.layout.starts)
+        for full, version, place, sharded, slots in zip(
+            self.full_params,
+            self._seen_versions,
+            places,
+            self.sharded_params,
+            self._slots,
+            strict=True,
         ):
-            replaced = slots[0][0]._parameters[slots[0][1]] is not full
+            found = slots[0][0]._parameters.get(slots[0][1])
+            own = full._local_tensor if isinstance(full, DTensor) else full
+            replaced = found is not full or (own.numel() > 0 and own.data_ptr() != place)
             if replaced or (full._version != version and not self.aliased):
                 what = "replaced" if replaced else "changed"
                 return (
@@ -371,3 +399,11 @@ class ParamGroup:
         values: list[torch.Tensor | None] = [None] * len(self.sharded_params)
         values[index] = full if param.spec.outer is None else param.spec.outer.part_of(full)
         self._copy_in(values)
+
+
+def _will_run(node: Node) -> bool:
+    """Whether the backward that runs will run ``node``, which accumulates a gradient."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad() returns this gradient instead
+        return False

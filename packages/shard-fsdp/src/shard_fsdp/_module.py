@@ -327,6 +327,8 @@ def _getitem(self: Any, index: Any) -> Any:
 def _run(
     module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    if not ForwardRun.is_needed(module._shard_unit):
+        return function(*args, **kwargs)
     run = ForwardRun(module._shard_unit, module)
     try:
         args, kwargs = run.enter(args, kwargs)
