@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 if TYPE_CHECKING:
+    from shard_fsdp._path import Path
     from shard_fsdp._unit import Unit
 
 _KEY = "shard_fsdp"
@@ -28,8 +29,9 @@ class Call:
         unit: whose forward it was.
         versions: of the unit's groups when it ran.
         began_at: autograd's counter then; nodes that the forward makes count from there.
-        generation: the schedule's, when it ran.
-        position: its place in the order of forwards, for prefetching; -1 where it has none.
+        path: the outermost forward that it was a part of; None in a backward.
+        entered_at: where it began on the path.
+        left_at: where it ended.
         begun: backward has reached its outputs and not yet passed all of its inputs.
         inputs: how many graph nodes its inputs come from; 0 where none requires a gradient.
         passed: how many of them backward has reached.
@@ -39,8 +41,8 @@ class Call:
         self.unit = unit
         self.versions = versions
         self.began_at: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        self.generation = -1
-        self.position = -1
+        self.path: Path | None = None
+        self.entered_at = self.left_at = -1
         self.inputs = 0
         self.rewind()
 

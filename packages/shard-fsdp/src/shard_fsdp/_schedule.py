@@ -11,9 +11,9 @@ import torch
 from torch.autograd import Variable
 
 from shard_fsdp._agree import Arrivals, Trail, agree_on_any, agree_on_arrivals
+from shard_fsdp._path import Path
 
 if TYPE_CHECKING:
-    from shard_fsdp._boundary import Call
     from shard_fsdp._group import ParamGroup
     from shard_fsdp._unit import Unit, UnitConfig
 
@@ -31,11 +31,10 @@ class Schedule:
     Attributes:
         units: all of them, inner before outer.
         is_free: nothing is ever gathered or cast, so all units go together with the outermost one.
-        generation: counts forwards of the root and backwards; forwards of one generation are
-            expected to be reached by one backward.
+        accumulates: the backward that runs accumulates gradients of some parameters.
+        path: of the outermost forward that runs, or ran last.
         pauses: counts ends of outermost forwards and of backwards; between them shards may change.
-        is_last_backward: False leaves the last reduction in flight and keeps the recorded order,
-            for another backward through the same forwards.
+        is_last_backward: False leaves the last reduction in flight, for another backward.
         strays: tensors with a graph that the forwards that run now put elsewhere than into their
             outputs.
         max_flying: reductions in flight at once.
@@ -47,12 +46,13 @@ class Schedule:
         self.max_flying = 1
         self.strays: list[torch.Tensor] = []
         self.is_free = False
-        self.generation = 0
+        self.accumulates = False
+        self.path = Path()
         self.pauses = 0
         self._depth = 0
         self._entered: list[Unit] = []  # in this forward, as they began
         self._expected: list[Unit] = []  # in the last one
-        self._left: list[Unit] = []  # recorded for backward, as they ended
+        self._followed: list[Path] = []  # by the backward that runs
         self._ahead: set[Unit] = set()  # gathered before their forward
         self._ending: weakref.ref[_EndOfBackward] | None = None
         self._flying: list[ParamGroup] = []
@@ -101,9 +101,8 @@ class Schedule:
                 each.begin_step()
             self._drop_stale()
             self.is_free = all(each.is_free for each in self.units)
-            self.generation += 1
+            self.path = Path()
             self._expected, self._entered = self._entered, []
-            self._left.clear()
         self._entered.append(unit)
         self._ahead.discard(unit)
 
@@ -160,13 +159,6 @@ class Schedule:
         """Return the record of collectives among the ranks that share ``unit``. Local."""
         return self._trails.setdefault(_ranks_of(unit), Trail())
 
-    def record(self, call: Call) -> None:
-        """Append a forward to the order that backward will follow in reverse. Local."""
-        call.generation = self.generation
-        if not in_backward():
-            call.position = len(self._left)
-            self._left.append(call.unit)
-
     # --- backward ---
 
     def start_backward(self) -> None:
@@ -175,6 +167,8 @@ class Schedule:
         if self._ending is None:
             self._land()  # what the last backward left in flight
             self._remakes_graph = torch.is_grad_enabled()
+            groups = (group for unit in self.units for group in unit.groups)
+            self.accumulates = any(group.expects_gradients() for group in groups)
             ending = _EndOfBackward(self)
             self._ending = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
@@ -196,14 +190,20 @@ class Schedule:
             )
             self.reset()
 
-    def prefetch_backward(self, call: Call) -> None:
-        """Start gathering what ran before ``call``, or what its unit was told to. Collective."""
-        explicit = call.unit.settings.backward_prefetch
-        if explicit is not None:
-            for unit in explicit:
-                unit.unshard(for_backward=True)
-        elif 0 < call.position < len(self._left):
-            self._left[call.position - 1].unshard(for_backward=True)
+    def follow(self, path: Path, number: int) -> None:
+        """Follow a path in backward, as all ranks do. Collective."""
+        if path not in self._followed:
+            self._followed.append(path)
+        path.follow(number)
+
+    def prefetch_backward(self, unit: Unit, path: Path | None, left_at: int) -> None:
+        """Start gathering what ran before, or what the unit was told to. Collective."""
+        following = unit.settings.backward_prefetch
+        if following is None:
+            before = path.before(left_at) if path is not None else None
+            following = [] if before is None else [before]
+        for each in following:
+            each.unshard(for_backward=True)
 
     def reduce(self, unit: Unit, group: ParamGroup) -> None:
         """Start reducing a group's gradients. Collective.
@@ -224,6 +224,8 @@ class Schedule:
         Raises:
             RuntimeError: a parameter got a gradient on some ranks only; raised on all of them.
         """
+        for path in self._followed:
+            path.follow(-1)
         for unit in reversed(self.units):
             unit.reduce_touched()
         complaints = []
@@ -238,7 +240,6 @@ class Schedule:
                 complaints.append(verdict.complaint)
         if self.is_last_backward:
             self._land()
-            self._left.clear()
         self._end_step()
         if complaints:
             raise RuntimeError("; ".join(complaints))
@@ -252,7 +253,6 @@ class Schedule:
             for group in unit.groups:
                 group.reducer.discard()
         self._flying = []
-        self._left.clear()
         self._end_step()
 
     def _land(self) -> None:
@@ -263,8 +263,10 @@ class Schedule:
     def _end_step(self) -> None:
         self._reduced = {}
         self._ending = None
-        self.generation += 1
         self.pauses += 1
+        for path in self._followed:
+            path.rewind()
+        self._followed.clear()
         for unit in self.units:
             unit.end_step(remakes_graph=self._remakes_graph)
 

@@ -15,6 +15,7 @@ from shard_comm import Comm, Work
 from shard_fsdp._boundary import Call
 from shard_fsdp._group import GroupContext, ParamGroup
 from shard_fsdp._params import ManagedParam
+from shard_fsdp._path import Path
 from shard_fsdp._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from shard_fsdp._schedule import Schedule, in_backward
 
@@ -109,8 +110,8 @@ class Unit:
         self.has_storage = False
         self._gathering: list[Work] = []
         self._begun: list[Call] = []
-        self._recorded = (0, 0)  # a generation, and how many of its calls have not ended
-        self._touched = False
+        self._is_reached = False  # by the backward that runs
+        self._touched = False  # its gradients are to be reduced
         self._own_modules: list[nn.Module] | None = None
         self._remakes_graph = False
         self._graph_is_spent = False
@@ -160,7 +161,8 @@ class Unit:
 
     def _on_arrival(self) -> None:
         self.schedule.start_backward()
-        if not self._touched and (self._gathering or not self.has_storage):
+        missing = self._gathering or not self.has_storage
+        if not self._is_reached and missing and self.has_buffers:
             raise RuntimeError(
                 f"{self.name}: a gradient came back that did not pass through the outputs of its "
                 f"forward (rank {self.comm.rank} of {self.comm.size}), so the parameters may have "
@@ -219,7 +221,7 @@ class Unit:
             raise
 
     def reshard(self, part: Comm | None = None) -> None:
-        """Free the full buffers, unless a forward or a backward is using them.
+        """Free the full buffers, once no forward and no backward is using them.
 
         Args:
             part: keep what gathering over these ranks alone needs.
@@ -227,13 +229,12 @@ class Unit:
         **Collective**: local, except that a gather under way is waited for.
         """
         self.wait_for_unshard()
-        if self._users:
-            return
         if part is not None and self.is_full:
             for group in self.groups:
                 group.keep_part(part)
         self.is_full = False
-        if self.has_storage and not (self.keeps_full or self._remakes_graph):
+        is_used = self._users or self.keeps_full or self._remakes_graph
+        if self.has_storage and not is_used:
             self.has_storage = False
             for group in self.groups:
                 group.release()
@@ -300,6 +301,8 @@ class Unit:
             self.is_exposed = False
             for group in self.groups:
                 group.register_sharded()
+            if not self.is_full:
+                self.reshard()
 
     def lost_change(self) -> str | None:
         """Say which full parameter its modules changed, a change that would be lost. Local."""
@@ -314,29 +317,25 @@ class Unit:
 
     def new_call(self) -> Call:
         """Return a record of a forward that begins now. Local."""
-        return Call(self, [group.version for unit in self._together() for group in unit.groups])
+        call = Call(self, [group.version for unit in self._together() for group in unit.groups])
+        if not in_backward():  # a checkpoint's forward again: its graph may never be run
+            call.path = self.schedule.path
+            call.entered_at = call.path.enter(self)
+        return call
 
     def add_call(self, call: Call) -> None:
-        """Note a forward that autograd recorded. Local."""
-        self.schedule.record(call)
-        if in_backward():
-            return  # a checkpoint's forward again, whose graph may never be run
-        self._recorded = (call.generation, self._unended(call.generation) + 1)
-
-    def _unended(self, generation: int) -> int:
-        """How many forwards of this generation have not ended.
-
-        They are counted, since which of them are still alive may differ between ranks.
-        """
-        return self._recorded[1] if self._recorded[0] == generation else 0
+        """Note that autograd recorded a forward. Local."""
+        if call.path is not None:
+            call.left_at = call.path.leave(call.entered_at)
 
     def begin_backward(self, call: Call) -> None:
         """Backward has reached the outputs of ``call``. Collective."""
         self.schedule.start_backward()
-        for unit in self._together():
-            unit._touched = unit._touched or any(g.expects_gradients() for g in unit.groups)
         if torch.is_grad_enabled():  # create_graph: the new graph holds full parameters
             self._remakes_graph = True
+        if call.path is not None:
+            self.schedule.follow(call.path, call.left_at)
+        self._touch()
         if not self.settings.unshard_in_backward or call.begun:
             return
         self._check_unchanged(call)
@@ -344,20 +343,44 @@ class Unit:
         call.begun = True
         self._begun.append(call)
         self.expose(for_backward=True)  # a checkpoint inside may run parts of the forward again
-        self.schedule.prefetch_backward(call)
+        self.schedule.prefetch_backward(self, call.path, call.left_at)
 
     def end_backward(self, call: Call) -> None:
         """Backward has passed the inputs of ``call``. Collective."""
         call.rewind()
         self._begun.remove(call)
+        if call.path is not None:
+            self.schedule.follow(call.path, call.entered_at - 1)
+        else:
+            self.pass_inputs(is_first=True)
         self.hide()
-        if not self._begun and self.settings.reshard_after_backward:
+
+    def pass_outputs(self, path: Path, left_at: int) -> None:
+        """Do what ranks do whose backward reaches a forward's outputs; this one's does not.
+
+        **Collective**: all ranks.
+        """
+        self._touch()
+        if self.settings.unshard_in_backward:
+            self.unshard(for_backward=True)
+            self.schedule.prefetch_backward(self, path, left_at)
+
+    def pass_inputs(self, *, is_first: bool) -> None:
+        """Free full parameters after a forward's backward; reduce after that of the first one.
+
+        **Collective**: all ranks.
+        """
+        if self.settings.reshard_after_backward:
             self.reshard()
-        generation = self.schedule.generation
-        if call.generation == generation and call.position >= 0:
-            self._recorded = (generation, self._unended(generation) - 1)
-        if self._unended(generation) == 0:
-            self.reduce_touched()
+        if is_first:
+            for unit in self._together():
+                unit.reduce_touched()
+
+    def _touch(self) -> None:
+        """Note that this backward came by, and whether gradients are to be reduced after it."""
+        for unit in self._together():
+            unit._is_reached = True
+            unit._touched = unit._touched or self.schedule.accumulates
 
     def reduce_touched(self) -> None:
         """Reduce the gradients of a unit that this backward reached, if told to. Collective."""
@@ -372,7 +395,7 @@ class Unit:
         Args:
             remakes_graph: the backward that ended made a graph of itself, so one more may come.
         """
-        self._touched = False
+        self._touched = self._is_reached = False
         begun, self._begun = self._begun, []
         for call in begun:
             call.rewind()
