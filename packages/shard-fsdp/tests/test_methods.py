@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.distributed.tensor import Shard
 from shard_comm import Comm, Recorded, SoloComm, comm_for
 from shard_fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -299,30 +297,6 @@ def test_bad_placements_are_named() -> None:
                 mesh=SoloComm(),
                 shard_placement_fn=lambda p, bad=bad: bad,  # type: ignore[misc]
             )
-
-
-def test_arguments_are_those_of_torch() -> None:
-    """Every method and argument of torch's that is not named here is ours too."""
-    absent = {
-        "set_custom_all_gather",
-        "set_custom_reduce_scatter",
-        "set_allocate_memory_from_process_group_for_comm",
-        "set_post_optim_event",
-        "set_separate_reduce_scatter_group",
-        "set_symm_mem_for_comm",
-        "set_reduce_scatter_divide_factor",
-    }
-    theirs = {
-        name: method
-        for name, method in vars(torch_fsdp.FSDPModule).items()
-        if not name.startswith("_") and callable(method)
-    }
-    assert absent <= set(theirs)
-    for name in set(theirs) - absent:
-        ours = inspect.signature(getattr(FSDPModule, name)).parameters
-        assert list(inspect.signature(theirs[name]).parameters) == list(ours), name
-    wanted = set(inspect.signature(torch_fsdp.fully_shard).parameters) - {"dp_mesh_dims"}
-    assert wanted <= set(inspect.signature(fully_shard).parameters)
 
 
 def test_torchs_own_policies_are_understood() -> None:

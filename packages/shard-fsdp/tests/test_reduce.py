@@ -26,6 +26,7 @@ def _make(comm: Comm, settings: UnitSettings, dtype: torch.dtype = torch.float32
         comm=comm,
         replicas=None,
         mesh=None,
+        dp_dims=(),
         device=comm.device,
         pin_memory=False,
         mp_policy=MixedPrecisionPolicy(),

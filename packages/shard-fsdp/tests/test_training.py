@@ -155,7 +155,8 @@ def _unused_output(comm: Comm) -> None:
     first.sum().backward()
     assert full_grad(model.a.weight).item() == 1
     assert model.b.weight.grad is None
-    units: Any = model._shard_unit.schedule.units  # type: ignore[union-attr]
+    unit: Any = model._shard_unit
+    units = unit.schedule.units
     assert comm.size == 1 or not any(u.has_storage for u in units)
     first, second = model(torch.ones(1, requires_grad=True))
     first.sum().backward(retain_graph=True)

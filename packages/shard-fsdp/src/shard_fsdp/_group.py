@@ -11,9 +11,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shard_comm import Comm, Work
 from shard_flat import FullBuffer, ParamSpec, ShardTensor, plan_layout
+from shard_fsdp._assigned import find_assigned, note_owner
+from shard_fsdp._collectives import all_gather
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
@@ -28,6 +31,7 @@ class GroupContext:
         comm: the ranks to shard over.
         replicas: the ranks that hold the same pieces, in hybrid sharding.
         mesh: the mesh that sharded parameters report, if any.
+        dp_dims: dimensions of DTensor parameters' meshes that are data-parallel.
         device: where shards live; another device than the comm's when they are offloaded.
         pin_memory: page-lock the shards.
         mp_policy: compute and reduction dtypes.
@@ -38,6 +42,7 @@ class GroupContext:
     comm: Comm
     replicas: Comm | None
     mesh: DeviceMesh | None
+    dp_dims: tuple[str, ...]
     device: torch.device
     pin_memory: bool
     mp_policy: MixedPrecisionPolicy
@@ -70,14 +75,13 @@ class ParamGroup:
         self.comm = context.comm
         self._builds = 0
         self._slots = [p.slots for p in params]
-        specs = [
-            ParamSpec(p.name, tuple(p.original.shape), p.original.dtype, p.block) for p in params
-        ]
+        self._parallel = [p.parallel for p in params]
+        specs = [ParamSpec(p.name, tuple(p.local.shape), p.local.dtype, p.block) for p in params]
         self.layout = plan_layout(specs, self.comm.size)
         meta = params[0].original.device.type == "meta"
         self.shard = self._make_shard(torch.device("meta") if meta else context.device)
         if not meta:
-            self._copy_in([p.original.detach().reshape(-1) for p in params])
+            self._copy_in([p.local for p in params])
         self.sharded_params = [
             self._shard_param(i, p.original.requires_grad) for i, p in enumerate(params)
         ]
@@ -94,6 +98,7 @@ class ParamGroup:
     def _build(self) -> None:
         """Make what follows from the shard's dtype and device: full buffer and reducer."""
         self._builds += 1
+        note_owner(self, self.sharded_params)
         self._version = -1
         self._pieces = [p.local for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
@@ -114,8 +119,10 @@ class ParamGroup:
         self._full = FullBuffer(self.layout, data)
         self._full_cdata = data.untyped_storage()._cdata
         self.full_params = [
-            nn.Parameter(view, p.requires_grad)
-            for view, p in zip(self._full.views(), self.sharded_params, strict=True)
+            nn.Parameter(view if how is None else how.wrap(view), p.requires_grad)
+            for view, how, p in zip(
+                self._full.views(), self._parallel, self.sharded_params, strict=True
+            )
         ]
         self.reducer = self._make_reducer()
         if not self.aliased:
@@ -130,18 +137,21 @@ class ParamGroup:
 
     @torch.no_grad()
     def _copy_in(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Take this rank's part of full flat parameters; None leaves a parameter as it is."""
+        """Take this rank's part of full parameters; None leaves a parameter as it is."""
         for value, piece in zip(values, self.layout.pieces(self.comm.rank), strict=True):
             if value is not None:
                 target = self.shard[piece.offset : piece.offset + piece.numel]
-                target.copy_(value[piece.start : piece.stop])
+                target.copy_(value.reshape(-1)[piece.start : piece.stop])
 
     def _local(self, index: int) -> torch.Tensor:
         piece = self.layout.piece(self.comm.rank, index)
         return self.shard[piece.offset : piece.offset + piece.numel]
 
     def _shard_param(self, index: int, requires_grad: bool) -> ShardTensor:
+        how = self._parallel[index]
         spec = self.layout.shard_spec(self.comm.rank, index)
+        if how is not None:
+            spec = replace(spec, outer=how.outer)
         tensor = ShardTensor(self._local(index), spec, comm=self.comm, mesh=self.context.mesh)
         param = nn.Parameter(tensor, requires_grad)
         assert isinstance(param, ShardTensor)
@@ -170,13 +180,15 @@ class ParamGroup:
         into memory of their own, become part of the flat shard again.
 
         Raises:
-            ValueError: an assigned parameter does not fit.
+            ValueError: an assigned parameter does not fit, or one was deleted or tied.
+            RuntimeError: something else was assigned.
         """
         for index, slots in enumerate(self._slots):
-            module, attribute = slots[0]
-            found: object = module._parameters[attribute]
-            if found is not self.sharded_params[index]:
-                self._take_over(index, found)
+            sharded: object = self.sharded_params[index]
+            for module, attribute in slots:
+                if module._parameters.get(attribute) is not sharded:
+                    self._take_over(index)
+                    break
         if any(p.local is not q for p, q in zip(self.sharded_params, self._pieces, strict=True)):
             pieces = [p.local for p in self.sharded_params]
             if len({(p.dtype, p.device) for p in pieces}) == 1:  # else more is still to come
@@ -184,21 +196,10 @@ class ParamGroup:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _take_over(self, index: int, found: Any) -> None:
+    def _take_over(self, index: int) -> None:
         old = self.sharded_params[index]
         name = old.spec.name
-        if found is not None and not isinstance(found, nn.Parameter):
-            raise RuntimeError(
-                f"{name}: expected a parameter, got a {type(found).__name__} in its place (rank "
-                f"{self.comm.rank} of {self.comm.size}); torch.func.functional_call and the like "
-                f"cannot replace the parameters of a sharded module"
-            )
-        if found is None or found.shape != old.shape:
-            raise ValueError(
-                f"{name}: expected a parameter of shape {tuple(old.shape)}, got "
-                f"{None if found is None else tuple(found.shape)} (rank {self.comm.rank} of "
-                f"{self.comm.size}); a sharded module's parameters keep their shapes"
-            )
+        found = find_assigned(self._slots[index], old)
         if isinstance(found, ShardTensor):
             if not found.spec.is_cut_like(old.spec, self.comm.size):
                 raise ValueError(
@@ -262,13 +263,13 @@ class ParamGroup:
         self._full.allocate()
         if use_part and part is not None:
             comm, kept = part
-            return comm.all_gather(self._full.data, kept, async_op=True)
+            return all_gather(comm, self._full.data, kept, self.context.settings)
         source = self.shard
         if source.dtype != self._full.data.dtype or source.device != self._full.data.device:
             source = self._full.slice_of(self.comm.rank)
             with torch.no_grad():
                 source.copy_(self.shard, non_blocking=True)  # the cast
-        return self.comm.all_gather(self._full.data, source, async_op=True)
+        return all_gather(self.comm, self._full.data, source, self.context.settings)
 
     def release(self) -> None:
         """Free the full buffer. Local."""
@@ -284,6 +285,8 @@ class ParamGroup:
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the full buffer, and that is going to be freed. Local."""
+        if type(tensor) is DTensor:
+            tensor = tensor._local_tensor
         if self.aliased or tensor.layout is not torch.strided or isinstance(tensor, ShardTensor):
             return False
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -339,7 +342,8 @@ class ParamGroup:
             strict=True,
         ):
             found = slots[0][0]._parameters.get(slots[0][1])
-            replaced = found is not full or (full.numel() > 0 and full.data_ptr() != place)
+            own = full._local_tensor if isinstance(full, DTensor) else full
+            replaced = found is not full or (own.numel() > 0 and own.data_ptr() != place)
             if replaced or (full._version != version and not self.aliased):
                 what = "replaced" if replaced else "changed"
                 return (
@@ -365,6 +369,7 @@ class ParamGroup:
             [(copy.deepcopy(module, memo), attribute) for module, attribute in slots]
             for slots in self._slots
         ]
+        new._parallel = self._parallel
         new.sharded_params = [copy.deepcopy(p, memo) for p in self.sharded_params]
         new._relink([p.local for p in new.sharded_params])
         return new
@@ -392,7 +397,7 @@ class ParamGroup:
         full = torch.empty(param.shape, dtype=param.dtype, device=self.comm.device)
         fill(param.spec.name, full)
         values: list[torch.Tensor | None] = [None] * len(self.sharded_params)
-        values[index] = full.reshape(-1)
+        values[index] = full if param.spec.outer is None else param.spec.outer.part_of(full)
         self._copy_in(values)
 
 

@@ -11,7 +11,9 @@ import torch
 
 from shard_comm import Work
 from shard_flat import FlatLayout, FullBuffer, ShardTensor
+from shard_fsdp._collectives import reduce_scatter
 from shard_fsdp._handout import Handout, check_dense, indices
+from shard_fsdp._tensor_parallel import local_grad
 
 if TYPE_CHECKING:
     from shard_fsdp._group import GroupContext
@@ -73,6 +75,7 @@ class GradReducer:
         def take(param: torch.Tensor) -> None:
             grad, param.grad = param.grad, None
             if grad is not None:
+                grad = local_grad(grad, param, self._context.dp_dims)
                 self._context.on_arrival()
                 # A backward that makes a graph of itself runs with gradients on.
                 self.receive(index, grad.detach() if grad.requires_grad else grad)
@@ -118,7 +121,7 @@ class GradReducer:
         for start, stop in self._gaps:
             self._buffer.data[start:stop].zero_()
         out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
-        work = self._comm.reduce_scatter(out, self._buffer.data, async_op=True)
+        work = reduce_scatter(self._comm, out, self._buffer.data, self._context.settings)
         self._flight = _Flight(work, out, wanted)
 
     @torch.no_grad()

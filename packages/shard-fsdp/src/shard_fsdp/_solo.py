@@ -10,6 +10,7 @@ from torch import nn
 
 from shard_flat import ShardTensor
 from shard_fsdp._handout import Handout, check_dense, indices
+from shard_fsdp._tensor_parallel import local_grad
 
 if TYPE_CHECKING:
     from shard_fsdp._group import GroupContext
@@ -95,5 +96,6 @@ class SoloGrads:
         grad, full.grad = full.grad, None
         if grad is None:
             return None
+        grad = local_grad(grad, full, self._context.dp_dims)
         check_dense(self._handout.params[index].spec.name, grad, self._context)
         return grad.detach() if grad.requires_grad else grad

@@ -29,6 +29,7 @@ class UnitConfig:
         replicas: the ranks that hold the same pieces, in hybrid sharding.
         part_comm: the ranks to reshard to after forward, where those are not all.
         mesh: the mesh that sharded parameters report, if any.
+        dp_dims: dimensions of DTensor parameters' meshes that are data-parallel.
         mp_policy: dtypes.
         offload_policy: where shards live.
         reshard_after_forward: the setting to begin with.
@@ -38,6 +39,7 @@ class UnitConfig:
     replicas: Comm | None
     part_comm: Comm | None
     mesh: DeviceMesh | None
+    dp_dims: tuple[str, ...]
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     reshard_after_forward: bool | None
@@ -80,6 +82,7 @@ class Unit:
             comm=config.comm,
             replicas=config.replicas,
             mesh=config.mesh,
+            dp_dims=config.dp_dims,
             device=torch.device("cpu") if offloaded else config.comm.device,
             pin_memory=isinstance(offload, CPUOffloadPolicy)
             and offload.pin_memory
