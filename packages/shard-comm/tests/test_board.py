@@ -76,6 +76,17 @@ def test_what_was_reached_stays_reached_when_the_slot_goes_on() -> None:
     assert not second.reached(3 + SLOTS, ARRIVED + 1)
 
 
+def test_a_slot_that_is_being_written_has_gone_on() -> None:
+    """The call is written before the rank arrives with it: by then the old one is past."""
+    first, second = two_boards()
+    assert not first.meet(3, 0)
+    first.reach = lambda seq, step: None  # type: ignore[method-assign]
+    first.post(3 + SLOTS, CALLS[2])
+    assert second.reached(3, DONE)
+    assert second.agrees(3, CALLS[0])
+    assert not second.reached(3 + SLOTS, ARRIVED)
+
+
 def test_a_barrier_is_met_once_all_have_come() -> None:
     first, second = two_boards()
     assert not first.meet(5, 10)

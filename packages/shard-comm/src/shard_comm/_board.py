@@ -127,6 +127,8 @@ class Board:
         """Announce this rank's call number ``seq``, where its data lie, and a number."""
         slot = self._own + seq % SLOTS * _LINE_WORDS
         words = self.words
+        words[slot] = seq << 24  # who is late for a barrier in this slot sees that it is past
+        self.fence()
         words[slot + _KIND] = call.code
         words[slot + _NUMEL] = call.numel
         words[slot + _NOTE] = note
@@ -168,10 +170,10 @@ class Board:
                 rounds -= 1
                 if rounds < 0:
                     return False
+            if fence is not None:
+                fence()
             if words[at + _KIND]:
                 return False
-        if fence is not None:
-            fence()
         return True
 
     def behind(self, seq: int, step: int) -> list[int]:
