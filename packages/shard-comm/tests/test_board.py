@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 from shard_comm._arena import Place
 from shard_comm._board import ARRIVED, DONE, SLOTS, Board, Call, _Fence
-from shard_comm._patience import SPINS, Patience, is_crowded
+from shard_comm._patience import SPINS, Patience
 from shard_comm._shared_file import PAGE, SharedFile
 
 CALLS = [
@@ -136,5 +137,10 @@ def test_patience_spins_where_there_are_processors() -> None:
     began = crowded.waited_s
     crowded.pause()
     assert crowded.waited_s - began >= 0.0009  # a sleep of a millisecond by now
-    assert is_crowded(len(os.sched_getaffinity(0)) + 1)
-    assert not is_crowded(1)
+
+
+def test_processors_are_counted_over_all_ranks() -> None:
+    """Ranks bound to a processor each have as many as they are, and may spin."""
+    with mock.patch.object(os, "sched_getaffinity", side_effect=[{3}, {900, 3, 5000}]):
+        first, second = two_boards()
+    assert first.processors() == second.processors() == 2
