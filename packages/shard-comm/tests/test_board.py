@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 from shard_comm._arena import Place
 from shard_comm._board import ARRIVED, DONE, SLOTS, Board, Call, _Fence
-from shard_comm._patience import SPINS, Patience, is_crowded
+from shard_comm._patience import SPINS, Patience
 from shard_comm._shared_file import PAGE, SharedFile
 
 CALLS = [
@@ -76,6 +77,17 @@ def test_what_was_reached_stays_reached_when_the_slot_goes_on() -> None:
     assert not second.reached(3 + SLOTS, ARRIVED + 1)
 
 
+def test_a_slot_that_is_being_written_has_gone_on() -> None:
+    """The call is written before the rank arrives with it: by then the old one is past."""
+    first, second = two_boards()
+    assert not first.meet(3, 0)
+    first.reach = lambda seq, step: None  # type: ignore[method-assign]
+    first.post(3 + SLOTS, CALLS[2])
+    assert second.reached(3, DONE)
+    assert second.agrees(3, CALLS[0])
+    assert not second.reached(3 + SLOTS, ARRIVED)
+
+
 def test_a_barrier_is_met_once_all_have_come() -> None:
     first, second = two_boards()
     assert not first.meet(5, 10)
@@ -125,5 +137,10 @@ def test_patience_spins_where_there_are_processors() -> None:
     began = crowded.waited_s
     crowded.pause()
     assert crowded.waited_s - began >= 0.0009  # a sleep of a millisecond by now
-    assert is_crowded(len(os.sched_getaffinity(0)) + 1)
-    assert not is_crowded(1)
+
+
+def test_processors_are_counted_over_all_ranks() -> None:
+    """Ranks bound to a processor each have as many as they are, and may spin."""
+    with mock.patch.object(os, "sched_getaffinity", side_effect=[{3}, {900, 3, 5000}]):
+        first, second = two_boards()
+    assert first.processors() == second.processors() == 2

@@ -20,7 +20,9 @@ DONE = (1 << 24) - 1
 """Step of a rank that reads nothing of a collective any more."""
 
 _LINE_WORDS = 8  # a cache line of int64
-_REASON_BYTES = 1024
+_REASON_BYTES = 1024  # [bytes of text, process, processors, text]
+_MASK_BYTES = 128
+_TEXT_BYTES = _REASON_BYTES - 16 - _MASK_BYTES
 _KINDS = (
     "barrier",
     "all_gather",
@@ -107,7 +109,10 @@ class Board:
         self._own = rank * SLOTS * _LINE_WORDS
         self._reasons = size * SLOTS * _LINE_WORDS * 8
         self.rank = rank
-        self.words[self._reason_at(rank) // 8 + 1] = os.getpid()
+        start = self._reason_at(rank)
+        self.words[start // 8 + 1] = os.getpid()
+        mask = sum(1 << cpu for cpu in os.sched_getaffinity(0) if cpu < 8 * _MASK_BYTES)
+        self._bytes[start + 16 : start + 16 + _MASK_BYTES] = mask.to_bytes(_MASK_BYTES, "little")
         self.peers = [r for r in range(size) if r != rank]
         self._peer_slots = [r * SLOTS * _LINE_WORDS for r in self.peers]
         self._fence = None if platform.machine() in ("x86_64", "AMD64") else _Fence()
@@ -127,6 +132,8 @@ class Board:
         """Announce this rank's call number ``seq``, where its data lie, and a number."""
         slot = self._own + seq % SLOTS * _LINE_WORDS
         words = self.words
+        words[slot] = seq << 24  # who is late for a barrier in this slot sees that it is past
+        self.fence()
         words[slot + _KIND] = call.code
         words[slot + _NUMEL] = call.numel
         words[slot + _NOTE] = note
@@ -168,10 +175,10 @@ class Board:
                 rounds -= 1
                 if rounds < 0:
                     return False
+            if fence is not None:
+                fence()
             if words[at + _KIND]:
                 return False
-        if fence is not None:
-            fence()
         return True
 
     def behind(self, seq: int, step: int) -> list[int]:
@@ -212,9 +219,10 @@ class Board:
     def give_up(self, reason: str) -> None:
         """Leave a last word; the first one of a rank stays."""
         start = self._reason_at(self.rank)
-        text = reason.encode()[: _REASON_BYTES - 16]
+        text = reason.encode()[:_TEXT_BYTES]
         if self.words[start // 8] == 0:
-            self._bytes[start + 16 : start + 16 + len(text)] = text
+            begin = start + _REASON_BYTES - _TEXT_BYTES
+            self._bytes[begin : begin + len(text)] = text
             self.fence()
             self.words[start // 8] = len(text)
 
@@ -226,13 +234,22 @@ class Board:
             length = self.words[start // 8]
             if length:
                 self.fence()
-                text = bytes(self._bytes[start + 16 : start + 16 + length])
+                begin = start + _REASON_BYTES - _TEXT_BYTES
+                text = bytes(self._bytes[begin : begin + length])
                 found[rank] = text.decode(errors="replace")
         return found
 
     def pid(self, rank: int) -> int:
         """Return the process of a rank, as that process numbers itself."""
         return self.words[self._reason_at(rank) // 8 + 1]
+
+    def processors(self) -> int:
+        """Return how many processors the ranks have between them, once all are here."""
+        union = 0
+        for rank in range(self.size):
+            start = self._reason_at(rank) + 16
+            union |= int.from_bytes(self._bytes[start : start + _MASK_BYTES], "little")
+        return union.bit_count()
 
     def _reason_at(self, rank: int) -> int:
         return self._reasons + rank * _REASON_BYTES

@@ -15,7 +15,7 @@ import torch
 from shard_comm._arena import Arena
 from shard_comm._board import ARRIVED, DONE, SLOTS, Board, Call
 from shard_comm._comm import Work
-from shard_comm._patience import SPINS, Patience, is_crowded
+from shard_comm._patience import SPINS, Patience
 from shard_comm._shared_file import PAGE, SharedFile
 from shard_comm._turn import Body, Turn, Windows
 
@@ -56,8 +56,8 @@ class Engine:
         self.size = size
         self._timeout_s = timeout_s
         self._windows = Windows(file)
-        self._crowded = is_crowded(size)
-        self._spins = 0 if self._crowded else SPINS
+        self._crowded = True
+        self._spins = 0
         self._lock = threading.RLock()
         self._seq = 0
         self._under_way: dict[int, Turn] = {}
@@ -71,6 +71,11 @@ class Engine:
     def file_bytes(size: int) -> int:
         """Bytes of the file of ``size`` ranks; few of them ever become memory."""
         return PAGE + Board.nbytes(size) + size * _ARENA_BYTES
+
+    def begin(self) -> None:
+        """Go on once every rank has made its engine: spin where each has a processor."""
+        self._crowded = self.size > self.board.processors()
+        self._spins = 0 if self._crowded else SPINS
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of this rank that others can read.

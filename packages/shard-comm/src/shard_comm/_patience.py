@@ -50,8 +50,3 @@ class Patience:
             os.sched_yield()
             return
         time.sleep(min((now - self._began) * _SLEEP_SHARE, _LONGEST_SLEEP_S))
-
-
-def is_crowded(ranks: int) -> bool:
-    """Whether this process may run on fewer processors than there are ranks."""
-    return ranks > len(os.sched_getaffinity(0))

@@ -101,6 +101,7 @@ class SharedMemoryComm(Comm):
             return engine
 
         engine = share_file(exchange, rank, Engine.file_bytes(size), prepare=prepare, named=named)
+        engine.begin()
         return cls(engine, timeout_s=timeout_s)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
