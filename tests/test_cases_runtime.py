@@ -461,7 +461,7 @@ def _adapters(comm: Comm) -> None:
         assert full_grad(second.adapter).tolist() == [2 * 128 * 128 * _mean(comm)] * 128
         assert first.frozen.grad is second.frozen.grad is None
     held = sum(
-        buffer.data.nbytes
+        buffer.nbytes
         for unit in root._shard_unit.schedule.units
         for group in unit.groups
         if (buffer := getattr(group.reducer, "_buffer", None)) is not None

@@ -155,7 +155,7 @@ def check_all(comm: Comm) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_threads(size: int) -> None:
-    run_threads(check_all, size)
+    run_threads(check_all, size, shares_memory=True)
 
 
 def test_processes() -> None:
@@ -166,7 +166,7 @@ def test_other_transports_have_none() -> None:
     comm = Recorded(SoloComm())
     assert comm.shared(4, torch.float32) is None
     assert comm.records["all_gather"] == OpRecord()
-    one = ThreadComm.group(1)[0].shared(4, torch.float32)
+    one = ThreadComm.group(1, shares_memory=True)[0].shared(4, torch.float32)
     assert one is not None
     one.claim()
     one.publish().wait()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
-from shard_comm import Comm, Recorded, SoloComm
+from shard_comm import Comm, GroupComm, Recorded, SoloComm
 from shard_fsdp import FSDPModule, fully_shard
 from shard_testing import run_ranks, run_threads
 
@@ -95,7 +95,8 @@ def _custom(comm: Comm) -> None:
         model.set_allocate_memory_from_process_group_for_comm(True)
 
 
-def _on_gloo(comm: Comm) -> None:
+def _on_gloo(same_ranks: Comm) -> None:
+    comm = GroupComm()
     model = _model(comm)
     records: list[str] = []
     handler = logging.Handler()
@@ -126,8 +127,8 @@ class _Pool:
         return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _from_group(comm: Any) -> None:
-    pool = _Pool()
+def _from_group(same_ranks: Comm) -> None:
+    pool, comm = _Pool(), GroupComm()
     real = comm.group._get_backend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(comm.group), "_get_backend", lambda self, device: pool)

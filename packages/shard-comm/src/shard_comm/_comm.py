@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from shard_comm._shared_array import SharedArray
@@ -56,7 +57,10 @@ class Comm(ABC):
         size: number of ranks.
         device: where tensors must live.
         timeout_s: seconds after which a wait raises.
+        process_group: torch.distributed's, of the same ranks, if the comm was made from one.
     """
+
+    process_group: dist.ProcessGroup | None = None
 
     def __init__(self, rank: int, size: int, *, device: torch.device, timeout_s: float) -> None:
         if not 0 <= rank < size:

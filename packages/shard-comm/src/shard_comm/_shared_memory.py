@@ -82,7 +82,9 @@ class SharedMemoryComm(Comm):
         if hosts > 1:
             raise NoSharedMemoryError(f"the {inner.size} ranks are on {hosts} hosts")
         limit_s = inner.timeout_s if timeout_s is None else timeout_s
-        return cls._of(inner.all_gather_object, inner.rank, inner.size, timeout_s=limit_s)
+        comm = cls._of(inner.all_gather_object, inner.rank, inner.size, timeout_s=limit_s)
+        comm.process_group = inner.process_group
+        return comm
 
     @classmethod
     def _of(

@@ -116,13 +116,24 @@ class ThreadComm(Comm):
     ``ThreadComm.group(size)`` and hand one member to each thread.
     """
 
-    def __init__(self, rank: int, meeting: _Meeting, *, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, meeting: _Meeting, *, timeout_s: float, shares_memory: bool = False
+    ) -> None:
         super().__init__(rank, meeting.size, device=torch.device("cpu"), timeout_s=timeout_s)
         self._meeting = meeting
+        self._shares_memory = shares_memory
 
     @classmethod
-    def group(cls, size: int, *, timeout_s: float = 60.0) -> list[ThreadComm]:
+    def group(
+        cls, size: int, *, timeout_s: float = 60.0, shares_memory: bool = False
+    ) -> list[ThreadComm]:
         """Return the members of a new group, in rank order. Local.
+
+        Args:
+            size: number of ranks.
+            timeout_s: seconds after which a wait raises.
+            shares_memory: let ``shared`` give out arrays, as among processes of one host; by
+                default ranks hold copies, as processes of several hosts do.
 
         Raises:
             ValueError: ``size`` is below 1.
@@ -130,7 +141,10 @@ class ThreadComm(Comm):
         if size < 1:
             raise ValueError(f"expected size >= 1, got {size}")
         meeting = _Meeting(size)
-        return [cls(rank, meeting, timeout_s=timeout_s) for rank in range(size)]
+        return [
+            cls(rank, meeting, timeout_s=timeout_s, shares_memory=shares_memory)
+            for rank in range(size)
+        ]
 
     def abort(self, reason: str) -> None:
         """Make every waiting and future call of the group raise RuntimeError. Local."""
@@ -156,7 +170,12 @@ class ThreadComm(Comm):
         mine = self._meeting.part(len(members)) if self.rank == members[0] else None
         meeting = self._enter("split()", mine, None)[members[0]]
         self._leave(None)
-        return ThreadComm(members.index(self.rank), meeting, timeout_s=self.timeout_s)
+        return ThreadComm(
+            members.index(self.rank),
+            meeting,
+            timeout_s=self.timeout_s,
+            shares_memory=self._shares_memory,
+        )
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         everyone = self._enter(_key("all_gather", inp), inp, timeout_s)
@@ -196,7 +215,9 @@ class ThreadComm(Comm):
         self._leave(timeout_s)
         return Work()
 
-    def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray:
+    def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray | None:
+        if not self._shares_memory:
+            return None
         made = None
         if self.rank == 0:
             made = (torch.empty(numel, dtype=dtype), [0] * self.size, [0] * self.size)

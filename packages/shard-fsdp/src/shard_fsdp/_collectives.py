@@ -103,12 +103,12 @@ def group_of(comm: Comm) -> dist.ProcessGroup:
     Raises:
         ValueError: it has none to hand to others.
     """
-    if not isinstance(comm, GroupComm):
+    if comm.process_group is None:
         raise ValueError(
             f"custom collectives need a comm with a process group of its own, got {comm!r}; pass "
             f"mesh= a DeviceMesh whose backend serves the parameters' device"
         )
-    return comm.group
+    return comm.process_group
 
 
 class _GroupMemory:

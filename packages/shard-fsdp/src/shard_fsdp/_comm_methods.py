@@ -52,6 +52,8 @@ class CommMethods:
         """
         self._check_custom("set_custom_all_gather", comm)
         self._shard_unit.settings.all_gather = comm
+        for group in self._shard_unit.groups:
+            group.unmap()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients by ``comm`` from now on. Collective: on all ranks alike.

@@ -13,10 +13,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shard_comm import Comm, Work
-from shard_flat import FullBuffer, ParamSpec, ShardTensor, plan_layout
+from shard_comm import Comm, SharedArray, Work
+from shard_flat import ParamSpec, ShardTensor, plan_layout
 from shard_fsdp._assigned import find_assigned, note_owner
-from shard_fsdp._collectives import all_gather
+from shard_fsdp._full import CopiedFull, Full, MappedFull, OwnShard
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
@@ -105,35 +105,56 @@ class ParamGroup:
         self._hooked = [False] * len(self.sharded_params)
         self._accumulators: list[Node] = []  # of full parameters that have been trained
         self._seen_versions: list[int] = []
-        compute = self.context.mp_policy.compute_dtype(self.layout.dtype)
+        self.full: Full | None = None
+        self.full_params: list[nn.Parameter] = []
+        context = self.context
+        compute = context.mp_policy.compute_dtype(self.layout.dtype)
         self.aliased = (
             self.comm.size == 1
             and compute == self.layout.dtype
             and self.shard.device == self.comm.device
         )
-        self.full_params: list[nn.Parameter] = []
-        if self.shard.device.type == "meta":
-            self.reducer = self._make_reducer()
-            return
-        data = self.shard if self.aliased else self.comm.empty(self.layout.numel, compute)
-        self._full = FullBuffer(self.layout, data)
-        self._full_cdata = data.untyped_storage()._cdata
-        self.full_params = [
-            nn.Parameter(view if how is None else how.wrap(view), p.requires_grad)
-            for view, how, p in zip(
-                self._full.views(), self._parallel, self.sharded_params, strict=True
-            )
-        ]
-        self.reducer = self._make_reducer()
-        if not self.aliased:
-            self._full.release()
-
-    def _make_reducer(self) -> GradReducer | SoloGrads:
-        context = self.context
+        self.reducer: GradReducer | SoloGrads
         dtype = context.mp_policy.reduction_dtype(self.layout.dtype)
         if self.comm.size == 1 and context.replicas is None:
-            return SoloGrads(self.full_params, self.sharded_params, context=context, dtype=dtype)
-        return GradReducer(self.layout, self.sharded_params, context=context, dtype=dtype)
+            self.reducer = SoloGrads(
+                self.full_params,
+                self.sharded_params,
+                context=context,
+                dtype=dtype,
+                casts=dtype != compute,
+            )
+        else:
+            self.reducer = GradReducer(
+                self.layout, self.sharded_params, context=context, dtype=dtype
+            )
+
+    @torch.inference_mode(False)
+    def _make_full(self) -> Full:
+        """Make the full array and its parameters.
+
+        **Collective**: where ranks share memory, all of them.
+        """
+        compute = self.context.mp_policy.compute_dtype(self.layout.dtype)
+        full: Full
+        if self.aliased:
+            full = OwnShard(self.shard)
+        elif (array := self._shared_array(compute)) is not None:
+            full = MappedFull(array)
+        else:
+            full = CopiedFull(self.layout, self.comm, compute, self.context.settings)
+        self._full_cdata = full.data.untyped_storage()._cdata
+        views = self.layout.views(full.data)
+        for view, how, p in zip(views, self._parallel, self.sharded_params, strict=True):
+            shown = view if how is None else how.wrap(view)
+            self.full_params.append(nn.Parameter(shown, p.requires_grad))
+        self.full = full
+        return full
+
+    def _shared_array(self, dtype: torch.dtype) -> SharedArray | None:
+        if self.layout.numel == 0 or self.context.settings.all_gather is not None:
+            return None
+        return self.comm.shared(self.layout.numel, dtype, name=self.sharded_params[0].spec.name)
 
     @torch.no_grad()
     def _copy_in(self, values: Sequence[torch.Tensor | None]) -> None:
@@ -258,36 +279,39 @@ class ParamGroup:
             )
         part, self._part = self._part, None
         self._version = self.shard._version
-        if self.aliased:
-            return Work()
-        self._full.allocate()
-        if use_part and part is not None:
-            comm, kept = part
-            return all_gather(comm, self._full.data, kept, self.context.settings)
-        source = self.shard
-        if source.dtype != self._full.data.dtype or source.device != self._full.data.device:
-            source = self._full.slice_of(self.comm.rank)
-            with torch.no_grad():
-                source.copy_(self.shard, non_blocking=True)  # the cast
-        return all_gather(self.comm, self._full.data, source, self.context.settings)
+        full = self.full if self.full is not None else self._make_full()
+        return full.fill(self.shard, part if use_part else None)
 
     def release(self) -> None:
-        """Free the full buffer. Local."""
-        if not self.aliased:
-            self._full.release()
+        """Free the full array. Local."""
+        if self.full is not None:
+            self.full.free()
+
+    def spoil(self) -> None:
+        """Say that the full array no longer holds the shards' values. Local."""
+        if self.full is not None:
+            self.full.spoil()
+
+    def unmap(self) -> None:
+        """Make full parameters anew that are no longer in memory shared with others. Local."""
+        if isinstance(self.full, MappedFull):
+            self.full.free()
+            self._build()
 
     def keep_part(self, comm: Comm) -> None:
-        """Copy one part in ``comm.size`` of the full buffer, for the next gather. Local."""
-        if not self.aliased:
+        """Copy one part in ``comm.size`` of the full array, for the next gather. Local."""
+        if isinstance(self.full, CopiedFull):
             numel = self.layout.numel // comm.size
-            kept = self._full.data[comm.rank * numel : (comm.rank + 1) * numel].clone()
+            kept = self.full.data[comm.rank * numel : (comm.rank + 1) * numel].clone()
             self._part = (comm, kept)
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the full buffer, and that is going to be freed. Local."""
         if type(tensor) is DTensor:
             tensor = tensor._local_tensor
-        if self.aliased or tensor.layout is not torch.strided or isinstance(tensor, ShardTensor):
+        if self.full is None or not self.full.is_lent:
+            return False
+        if tensor.layout is not torch.strided or isinstance(tensor, ShardTensor):
             return False
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False  # it has no storage of its own to look at
@@ -331,7 +355,8 @@ class ParamGroup:
 
         Such a change is gone once the buffer is freed. Local.
         """
-        base, itemsize = self._full.data.data_ptr(), self._full.data.element_size()
+        assert self.full is not None
+        base, itemsize = self.full.data.data_ptr(), self.full.data.element_size()
         places = (base + start * itemsize for start in self.layout.starts)
         for full, version, place, sharded, slots in zip(
             self.full_params,

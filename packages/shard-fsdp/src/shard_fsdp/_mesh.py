@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shard_comm import Comm, GroupComm, SoloComm, comm_for
+from shard_comm import Comm, SoloComm, comm_for
 
 Mesh: TypeAlias = "DeviceMesh | Comm | tuple[Comm, Comm]"
 
@@ -144,7 +144,7 @@ def _mesh_of(mesh: Any, comm: Comm) -> DeviceMesh | None:
     """The mesh that sharded parameters report, with a process group where there is one."""
     if isinstance(mesh, DeviceMesh):
         return mesh if mesh.ndim == 1 else mesh[_dim_names(mesh)[1]]
-    group = comm.group if isinstance(comm, GroupComm) else None
+    group = comm.process_group
     if mesh is None and group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_comm import Work
-from shard_flat import FlatLayout, FullBuffer, ShardTensor
+from shard_flat import FlatLayout, ShardTensor
 from shard_fsdp._collectives import reduce_scatter
 from shard_fsdp._handout import Handout, check_dense, indices
 from shard_fsdp._tensor_parallel import local_grad
@@ -62,7 +62,7 @@ class GradReducer:
         self._dtype = dtype
         self._pieces = layout.pieces(context.comm.rank)
         self._gaps = layout.gaps()
-        self._buffer: FullBuffer | None = None
+        self._buffer: torch.Tensor | None = None
         self._slots: list[torch.Tensor] = []
         self._flight: _Flight | None = None
         self._partial: torch.Tensor | None = None  # reduced here, not yet over replicas
@@ -113,15 +113,14 @@ class GradReducer:
         arrived, self.arrived = self.arrived, [False] * len(self.arrived)
         wanted = self._handout.wanted(arrived)
         self.finish()
-        self._make_buffer()
-        assert self._buffer is not None
+        buffer = self._make_buffer()
         for index, slot in enumerate(self._slots):
             if not arrived[index]:
                 slot.zero_()
         for start, stop in self._gaps:
-            self._buffer.data[start:stop].zero_()
+            buffer[start:stop].zero_()
         out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
-        work = reduce_scatter(self._comm, out, self._buffer.data, self._context.settings)
+        work = reduce_scatter(self._comm, out, buffer, self._context.settings)
         self._flight = _Flight(work, out, wanted)
 
     @torch.no_grad()
@@ -134,8 +133,7 @@ class GradReducer:
         if flight is None:
             return
         flight.work.wait()
-        assert self._buffer is not None
-        self._buffer.release()
+        self._drop_buffer()
         reduced = flight.out
         settings = self._context.settings
         if self._partial is not None:
@@ -167,8 +165,7 @@ class GradReducer:
         self.arrived = [False] * len(self.arrived)
         self._pending = [False] * len(self._pending)
         self._partial = None
-        if self._buffer is not None:
-            self._buffer.release()
+        self._drop_buffer()
 
     @property
     def _scale(self) -> float:
@@ -182,9 +179,12 @@ class GradReducer:
             return 1.0
         return 2.0 ** -math.ceil(math.log2(divisor) / 2)
 
-    def _make_buffer(self) -> None:
+    def _make_buffer(self) -> torch.Tensor:
         if self._buffer is None:
-            data = self._comm.empty(self._layout.numel, self._dtype)
-            self._buffer = FullBuffer(self._layout, data)
-            self._slots = self._buffer.views()
-        self._buffer.allocate()
+            self._buffer = self._comm.empty(self._layout.numel, self._dtype)
+            self._slots = self._layout.views(self._buffer)
+        return self._buffer
+
+    def _drop_buffer(self) -> None:
+        self._buffer = None
+        self._slots = []

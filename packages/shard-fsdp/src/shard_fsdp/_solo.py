@@ -22,10 +22,11 @@ class SoloGrads:
     Where they are summed in another dtype than they are computed in, each is cast as it appears.
 
     Args:
-        full_params: the group's full parameters.
+        full_params: the group's full parameters, once they are made.
         params: its sharded ones.
         context: what the unit's groups share.
         dtype: dtype of the sum over microbatches.
+        casts: gradients appear in another dtype.
 
     **Memory**: the gradients themselves.
     """
@@ -37,12 +38,13 @@ class SoloGrads:
         *,
         context: GroupContext,
         dtype: torch.dtype,
+        casts: bool,
     ) -> None:
         self._full_params = full_params
         self._handout = Handout(params, context)
         self._context = context
         self._dtype = dtype
-        self._casts = any(p.dtype != dtype for p in full_params)
+        self._casts = casts
         self._sums: list[torch.Tensor | None] = [None] * len(params)
 
     @property

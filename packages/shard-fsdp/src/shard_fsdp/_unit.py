@@ -310,6 +310,9 @@ class Unit:
             for group in unit.groups if unit.is_exposed else ():
                 complaint = group.lost_change()
                 if complaint is not None:
+                    unit.is_full = False  # all ranks raise alike
+                    for each in unit.groups:
+                        each.spoil()
                     return complaint
         return None
 
