@@ -563,6 +563,13 @@ def test_case(case: str, world_size: int) -> None:
         run_threads(check, world_size, timeout_s=20)
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_case_in_shared_memory(case: str, world_size: int) -> None:
+    for check in CASES[case]:
+        run_threads(check, world_size, timeout_s=20, shares_memory=True)
+
+
 @pytest.mark.parametrize("world_size", [5, 6, 7, 8])
 def test_r12_with_more_ranks_than_rows(world_size: int) -> None:
     run_threads(_small, world_size)

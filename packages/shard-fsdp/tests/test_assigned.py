@@ -118,8 +118,8 @@ def _used_outside(comm: Comm) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("check", [_deleted, _tied_late, _untied_late, _own_pieces, _used_outside])
-def test_changes_after_sharding_are_named(check: Any, world_size: int) -> None:
-    run_threads(check, world_size)
+def test_changes_after_sharding_are_named(check: Any, world_size: int, shares_memory: bool) -> None:
+    run_threads(check, world_size, shares_memory=shares_memory)
 
 
 def test_lazy_parameters_are_refused() -> None:

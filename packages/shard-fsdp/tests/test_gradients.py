@@ -194,8 +194,10 @@ def _two_losses(comm: Comm) -> None:
     "check", [_shared_layer, _two_forwards_two_backwards, _retained_graph, _two_losses]
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_repeated_calls(check: Callable[[Comm], None], world_size: int) -> None:
-    run_threads(check, world_size)
+def test_repeated_calls(
+    check: Callable[[Comm], None], world_size: int, shares_memory: bool
+) -> None:
+    run_threads(check, world_size, shares_memory=shares_memory)
 
 
 # --- accumulation ---

@@ -199,5 +199,7 @@ def _step_in_hook(comm: Comm) -> None:
     ],
 )
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_around_the_step(check: Callable[[Comm], None], world_size: int) -> None:
-    run_threads(check, world_size)
+def test_around_the_step(
+    check: Callable[[Comm], None], world_size: int, shares_memory: bool
+) -> None:
+    run_threads(check, world_size, shares_memory=shares_memory)

@@ -123,12 +123,13 @@ def agree_on_arrivals(
 
 
 def _sum_over_ranks(numbers: list[int], comm: Comm, replicas: Comm | None) -> list[int]:
-    counts = torch.tensor(numbers, dtype=torch.int64, device=comm.device)
-    if comm.size > 1:
-        comm.all_reduce(counts, op="sum")
-    if replicas is not None:
-        replicas.all_reduce(counts, op="sum")
-    return [int(count) for count in counts.tolist()]
+    with torch._C._DisableFuncTorch():  # a transform around would wrap what is sent
+        counts = torch.tensor(numbers, dtype=torch.int64, device=comm.device)
+        if comm.size > 1:
+            comm.all_reduce(counts, op="sum")
+        if replicas is not None:
+            replicas.all_reduce(counts, op="sum")
+        return [int(count) for count in counts.tolist()]
 
 
 def _where_trails_part(trail: Trail, comm: Comm, replicas: Comm | None) -> str:

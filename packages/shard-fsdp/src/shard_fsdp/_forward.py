@@ -82,7 +82,7 @@ class ForwardRun:
         complaint = self._close()
         if complaint is not None:
             unit.reshard()
-            unit.schedule.leave_forward()
+            unit.schedule.leave_forward(failed=True)
             raise RuntimeError(complaint)
         unit.to_run.discard(self._module)
         if unit.config.mp_policy.output_dtype is not None:
@@ -109,7 +109,7 @@ class ForwardRun:
         unit.to_run.clear()
         if unit.active == 0 and not in_backward():
             unit.reshard()
-        unit.schedule.leave_forward()
+        unit.schedule.leave_forward(failed=True)
 
     def _find_strays(self, call: Call) -> list[torch.Tensor]:
         """Tensors that this forward made and put elsewhere than into its output.

@@ -97,7 +97,13 @@ class CopiedFull(Full):
 class MappedFull(Full):
     """One array for all ranks of a host: each writes its own slice, and nothing is copied out.
 
-    A slice is written again only if the shard has changed, once no rank reads the old one.
+    A slice is written again only if the shard has changed, once no rank reads the old one. In the
+    dtype that it is stored in, a shard may be the slice itself. Then it is the schedule that sees
+    to it that nobody reads when a shard may be written: ranks leave forwards and backwards
+    together.
+
+    Attributes:
+        own: this rank's slice.
 
     **Memory**: ``layout.numel`` elements for all ranks together, as long as the group lives.
     """
@@ -106,12 +112,14 @@ class MappedFull(Full):
         self._array = array
         self._written: tuple[int, int] | None = None
         self.data = array.data
+        self.own = array.own
 
     @torch.no_grad()
     def fill(self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None) -> Work:
         """Write this rank's slice if need be; the work waits for the others. Collective."""
-        state = (shard.data_ptr(), shard._version)
-        if self._written != state:
+        address = shard.data_ptr()
+        state = (address, shard._version)
+        if self._written != state and address != self.own.data_ptr():
             self._array.claim()
             self._array.own.copy_(shard)
             self._written = state

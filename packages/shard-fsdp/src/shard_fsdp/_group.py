@@ -64,6 +64,8 @@ class ParamGroup:
     Attributes:
         shard: ``[layout.shard_numel]`` in the storage dtype, what this rank owns.
         sharded_params: the ShardTensor parameters, views of ``shard``.
+        exposes_shard: the shard is where other ranks read it, so it is not to be written while one
+            of them runs a forward or a backward.
         full_params: the parameters that a forward sees, views of the full buffer.
         reducer: where full gradients go and sharded ones come from.
 
@@ -106,6 +108,7 @@ class ParamGroup:
         self._accumulators: list[Node] = []  # of full parameters that have been trained
         self._seen_versions: list[int] = []
         self.full: Full | None = None
+        self.exposes_shard = False
         self.full_params: list[nn.Parameter] = []
         context = self.context
         compute = context.mp_policy.compute_dtype(self.layout.dtype)
@@ -141,6 +144,8 @@ class ParamGroup:
             full = OwnShard(self.shard)
         elif (array := self._shared_array(compute)) is not None:
             full = MappedFull(array)
+            if compute == self.layout.dtype and self.shard.device == full.own.device:
+                self._move_shard(full.own)
         else:
             full = CopiedFull(self.layout, self.comm, compute, self.context.settings)
         self._full_cdata = full.data.untyped_storage()._cdata
@@ -150,6 +155,14 @@ class ParamGroup:
             self.full_params.append(nn.Parameter(shown, p.requires_grad))
         self.full = full
         return full
+
+    @torch.no_grad()
+    def _move_shard(self, place: torch.Tensor) -> None:
+        self.shard = place.copy_(self.shard)
+        for index, param in enumerate(self.sharded_params):
+            param.relocate(self._local(index))
+        self._pieces = [p.local for p in self.sharded_params]
+        self.exposes_shard = True
 
     def _shared_array(self, dtype: torch.dtype) -> SharedArray | None:
         if self.layout.numel == 0 or self.context.settings.all_gather is not None:
@@ -262,8 +275,8 @@ class ParamGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the shard changed since it was gathered."""
-        return not self.aliased and self._version != self.shard._version
+        """Whether the shard changed since it was gathered, or is another one."""
+        return self.full is None or (not self.aliased and self._version != self.shard._version)
 
     def unshard(self, *, use_part: bool = False) -> Work:
         """Start filling the full buffer from all ranks' shards. Collective.
@@ -278,8 +291,8 @@ class ParamGroup:
                 f"to_empty() and give it values"
             )
         part, self._part = self._part, None
-        self._version = self.shard._version
         full = self.full if self.full is not None else self._make_full()
+        self._version = self.shard._version
         return full.fill(self.shard, part if use_part else None)
 
     def release(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,13 +120,16 @@ class Schedule:
             if each.unshard():
                 self._ahead.add(each)
 
-    def leave_forward(self) -> None:
-        """Note that a unit's forward ended, with or without an exception.
+    def leave_forward(self, *, failed: bool = False) -> None:
+        """Note that a unit's forward ended.
 
         When the outermost one ends, all that was left gathered for modules that never ran is
         freed, and without gradients the root as well: no backward follows.
 
-        **Collective**: local.
+        Args:
+            failed: it raised.
+
+        **Collective**: all ranks where they read each other's shards, else local.
         """
         self._depth -= 1
         if self._depth or in_backward():
@@ -138,6 +141,8 @@ class Schedule:
         self._ahead.clear()
         if not torch.is_grad_enabled() and self.root.settings.reshard_after_forward is None:
             self.root.reshard()
+        if not failed:
+            self._meet([])
 
     def _drop_stale(self) -> None:
         """Reshard what was kept gathered since an earlier step and has changed on some rank.
@@ -154,6 +159,19 @@ class Schedule:
             ):
                 if drop:
                     unit.reshard()
+
+    def _meet(self, met: Sequence[UnitConfig]) -> None:
+        """Wait for the ranks that read this one's shards, which may be written afterwards.
+
+        Args:
+            met: of units whose ranks have just waited for each other.
+
+        **Collective**: all ranks where they read each other's shards, else local.
+        """
+        exposed = [u for u in self.units if any(group.exposes_shard for group in u.groups)]
+        for config, _ in _by_ranks(exposed):
+            if not any(config.comm is other.comm for other in met):
+                config.comm.barrier()
 
     def trail_of(self, unit: Unit) -> Trail:
         """Return the record of collectives among the ranks that share ``unit``. Local."""
@@ -229,8 +247,8 @@ class Schedule:
         for unit in reversed(self.units):
             unit.reduce_touched()
         complaints = []
-        syncing = [u for u in reversed(self.units) if u.settings.sync_gradients]
-        for config, units in _by_ranks(syncing):
+        syncing = _by_ranks(u for u in reversed(self.units) if u.settings.sync_gradients)
+        for config, units in syncing:
             arrivals = self._arrivals(units)
             trail = self.trail_of(units[0])
             verdict = agree_on_arrivals(arrivals, trail, config.comm, config.replicas)
@@ -240,6 +258,7 @@ class Schedule:
                 complaints.append(verdict.complaint)
         if self.is_last_backward:
             self._land()
+        self._meet([config for config, _ in syncing])
         self._end_step()
         if complaints:
             raise RuntimeError("; ".join(complaints))

@@ -1,0 +1,79 @@
+"""Full parameters in memory that ranks share: who may write a shard, and when."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_comm import Comm
+from shard_fsdp import MixedPrecisionPolicy, fully_shard
+from shard_testing import run_threads
+
+
+class _Held(nn.Module):
+    """Stays in its forward on rank 1 until rank 0 has written its shard, or has had the time to."""
+
+    def __init__(self, rank: int, written: threading.Event) -> None:
+        super().__init__()
+        self.is_held = rank == 1
+        self.written = written
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_held:
+            self.written.wait(0.2)
+        return x * self.weight
+
+
+def _write_while_others_read(
+    comm: Comm, written: threading.Event, dtype: torch.dtype | None, train: bool
+) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    inner: Any = fully_shard(_Held(comm.rank, written), mesh=comm, mp_policy=policy)
+    model = fully_shard(nn.Sequential(inner), mesh=comm)
+    for step in (1, 2, 3):
+        comm.barrier()
+        with torch.set_grad_enabled(train):
+            out = model(torch.ones(16))
+        assert out.tolist() == [float(step)] * 16
+        if train:
+            out.sum().backward()
+        with torch.no_grad():
+            inner.weight.add_(1)
+        written.set()
+        comm.barrier()
+        written.clear()
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_nobody_sees_a_torn_parameter(dtype: torch.dtype | None, train: bool) -> None:
+    written = threading.Event()
+    run_threads(_write_while_others_read, 2, written, dtype, train, shares_memory=True)
+
+
+def _where_shards_lie(comm: Comm) -> None:
+    model: Any = nn.Linear(8, 8, bias=False)
+    before = torch.arange(64.0).view(8, 8)
+    model.load_state_dict({"weight": before})
+    fully_shard(model, mesh=comm)
+    first = model.weight
+    model(torch.ones(1, 8)).sum().backward()
+    (group,) = model._shard_unit.groups
+    assert group.exposes_shard
+    assert model.weight is first
+    assert model.weight.local.data_ptr() == group.full.own.data_ptr()  # one copy on the host
+    assert torch.equal(model.weight.full_tensor(), before)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.step()
+    assert torch.equal(model(torch.eye(8)), before.t() - 1)
+    model.double()  # moves to memory of its own, and from there to another array
+    assert torch.equal(model(torch.eye(8, dtype=torch.float64)), (before.t() - 1).double())
+
+
+def test_a_shard_lies_where_others_read_it() -> None:
+    run_threads(_where_shards_lie, 2, shares_memory=True)
