@@ -71,7 +71,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        y: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return y
 
 
 class GPT(nn.Module):
@@ -103,8 +104,9 @@ def _fill(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 def _reset(module: nn.Module) -> None:
     for part in module.modules():
-        if hasattr(part, "reset_parameters"):
-            part.reset_parameters()
+        reset: Any = getattr(part, "reset_parameters", None)
+        if reset is not None:
+            reset()
 
 
 Step = Callable[[torch.Tensor], None]
@@ -252,6 +254,7 @@ def _hold(comm: Comm, sizes: Sizes, name: str) -> tuple[int, dict[int, int]]:
 
 def peak_bytes(ranks: int, sizes: Sizes, name: str) -> int:
     """The largest sum over ranks in two steps, less what was there before."""
+    found: list[tuple[int, dict[int, int]]]
     found = run_ranks(_hold, ranks, sizes, name, timeout_s=600)
     moments = set.intersection(*(set(samples) for _, samples in found))
     if not moments:
