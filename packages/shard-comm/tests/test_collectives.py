@@ -107,9 +107,14 @@ def check_mean_is_no_sum(comm: Comm) -> None:
     """Local gradients 1, 3, 5, ... of four elements: means 1, 2, 3, ..."""
     for dtype in (torch.float32, torch.bfloat16):
         local = torch.full((4 * comm.size,), ODD[comm.rank], dtype=dtype)
-        shard = torch.empty(4, dtype=dtype)
-        comm.reduce_scatter(shard, local)
-        assert shard.div(comm.size).tolist() == [float(comm.size)] * 4
+        shard, total = torch.empty(4, dtype=dtype), local[:3].clone()
+        comm.reduce_scatter(shard, local.clone(), op="mean")
+        assert shard.tolist() == [float(comm.size)] * 4
+        comm.all_reduce(total, op="mean")
+        assert total.tolist() == [float(comm.size)] * 3
+        wide = torch.empty(4)
+        comm.reduce_scatter(wide, local, op="mean", sum_dtype=torch.float32)
+        assert wide.tolist() == [float(comm.size)] * 4
 
 
 def check_scalar_and_parameter(comm: Comm) -> None:
@@ -197,6 +202,12 @@ def check_memory(comm: Comm) -> None:
     assert comm.empty(0, torch.float32).numel() == 0
 
 
+def gathered(comm: Comm, shard: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(comm.size * shard.numel(), dtype=shard.dtype)
+    comm.all_gather(out, shard)
+    return out
+
+
 def random_sums(comm: Comm) -> list[bytes]:
     """Sums whose bits depend on the order of addition."""
     results = []
@@ -204,6 +215,9 @@ def random_sums(comm: Comm) -> list[bytes]:
     for dtype in (torch.float32, torch.bfloat16):
         data = torch.randn(60 * comm.size, generator=generator).mul_(1000).to(dtype)
         scattered = torch.empty(60, dtype=dtype)
+        wide = torch.empty(60, dtype=torch.float64)
+        comm.reduce_scatter(wide, data.clone(), sum_dtype=torch.float64)
+        results.append(bytes(gathered(comm, wide).view(torch.uint8).tolist()))
         comm.reduce_scatter(scattered, data.clone())
         comm.all_reduce(data)
         assert torch.equal(data.view(comm.size, -1)[comm.rank], scattered)

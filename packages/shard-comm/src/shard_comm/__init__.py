@@ -3,6 +3,7 @@
 from shard_comm._comm import Comm, Work
 from shard_comm._group import GroupComm
 from shard_comm._pick import comm_for
+from shard_comm._plan import PlanComm
 from shard_comm._recorded import OpRecord, Recorded
 from shard_comm._solo import SoloComm
 from shard_comm._staged import HostStaged
@@ -14,6 +15,7 @@ __all__ = [
     "GroupComm",
     "HostStaged",
     "OpRecord",
+    "PlanComm",
     "Recorded",
     "SoloComm",
     "ThreadComm",

@@ -112,6 +112,7 @@ class GroupComm(Comm):
 
     def split(self, color: int) -> Comm:
         """Return the comm of the ranks that passed the same ``color``, in the same order."""
+        self._check_open("split")
         colors = self.all_gather_object(color)
         members = [rank for rank, other in enumerate(colors) if other == color]
         if len(members) == 1:

@@ -84,7 +84,7 @@ def comm_for(
     if dist.get_world_size(group) == 1:
         return SoloComm(place)
     comm = _comms.get((group, place))
-    if comm is None:
+    if comm is None or comm.closed:
         if place.type not in backends and "cpu" in backends:
             logger.warning("no backend of the group serves %s: staging through the host", place)
             comm = HostStaged(GroupComm(group, device="cpu"), place)
