@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shard_comm import Comm, GroupComm, Recorded, SoloComm, comm_for
+from shard_comm import Checked, Comm, GroupComm, Recorded, SoloComm, comm_for
 from shard_testing import run_ranks, run_threads
 
 MOVED_DTYPES = [
@@ -244,7 +244,7 @@ def check_all(comm: Comm) -> list[bytes]:
 
 
 def check_recorded(comm: Comm) -> list[bytes]:
-    return check_all(Recorded(comm))
+    return check_all(Recorded(Checked(comm)))
 
 
 def test_one_rank() -> None:

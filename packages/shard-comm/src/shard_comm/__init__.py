@@ -1,5 +1,6 @@
 """Moving elements between ranks: collectives and their transports."""
 
+from shard_comm._checked import CallEntry, Checked
 from shard_comm._comm import Comm, Work
 from shard_comm._group import GroupComm
 from shard_comm._pick import comm_for
@@ -11,6 +12,8 @@ from shard_comm._thread import ThreadComm
 from shard_comm._tree import tree_sum
 
 __all__ = [
+    "CallEntry",
+    "Checked",
     "Comm",
     "GroupComm",
     "HostStaged",

@@ -8,30 +8,40 @@ from contextvars import ContextVar
 
 import torch
 
-_note: ContextVar[str] = ContextVar("shard_comm_note", default="")
+# The name that the caller gave, and what the transport's own operation does not say.
+_note: ContextVar[tuple[str, str]] = ContextVar("shard_comm_note", default=("", ""))
 
 
 @contextmanager
-def noted(note: str) -> Iterator[None]:
-    """Add a note to the description of every collective begun inside; the outermost one stays.
+def noted(name: str, detail: str = "") -> Iterator[None]:
+    """Add a name and a detail to what describes the collectives begun inside.
 
-    A call on a wrapper becomes calls on what is inside: all of them are the caller's one call.
-    Local.
+    A call on a wrapper becomes calls on what is inside, and all of them are the caller's one call:
+    what is noted first stays. Local.
     """
-    if not note or _note.get():
+    if not (name or detail) or any(_note.get()):
         yield
         return
-    token = _note.set(note)
+    token = _note.set((name, detail))
     try:
         yield
     finally:
         _note.reset(token)
 
 
-def note_of(name: str, detail: str = "") -> str:
-    """Return ``"(detail) for name"``, or the part of it that there is. Local."""
-    parts = [f"({detail})" if detail else "", f"for {name}" if name else ""]
-    return " ".join(part for part in parts if part)
+@contextmanager
+def noted_anew(detail: str) -> Iterator[None]:
+    """Describe collectives begun inside by this detail alone, whatever was noted. Local."""
+    token = _note.set(("", detail))
+    try:
+        yield
+    finally:
+        _note.reset(token)
+
+
+def noted_name() -> str:
+    """Return the caller's name for what is moved, if it gave one. Local."""
+    return _note.get()[0]
 
 
 def describe(op: str, tensor: torch.Tensor | None = None) -> str:
@@ -39,5 +49,12 @@ def describe(op: str, tensor: torch.Tensor | None = None) -> str:
     what = f"{op}()"
     if tensor is not None:
         what = f"{op} of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
-    note = _note.get()
-    return f"{what} {note}" if note else what
+    name, detail = _note.get()
+    return f"{what}{f' ({detail})' if detail else ''}{f' for {name}' if name else ''}"
+
+
+def listed(ranks: list[int], *, most: int = 16) -> str:
+    """Return ``"rank 1"`` or ``"ranks [0, 2]"``; the first few of very many. Local."""
+    if len(ranks) > most:
+        return f"{len(ranks)} ranks {ranks[:most]} and so on"
+    return f"ranks {ranks}" if len(ranks) != 1 else f"rank {ranks[0]}"

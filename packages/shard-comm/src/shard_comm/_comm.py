@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shard_comm._calls import note_of, noted
+from shard_comm._calls import noted
 from shard_comm._reduction import Reduction
 from shard_comm._tree import tree_sum_wide
 
@@ -115,7 +115,7 @@ class Comm(ABC):
         self._check("all_gather", out, inp, out_numel=inp.numel() * self.size, timeout_s=timeout_s)
         if out.data_ptr() + self.rank * inp.nbytes != inp.data_ptr():
             self._check_apart("all_gather", out, inp)
-        with noted(note_of(name)):
+        with noted(name):
             return self._end(self._all_gather(out, inp, timeout_s), async_op)
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class Comm(ABC):
         self._check_apart("reduce_scatter", out, inp)
         how = Reduction(op, sum_dtype, self.size)
         how.check("reduce_scatter", inp, out, where=self._where)
-        with noted(note_of(name, how.detail)):
+        with noted(name, how.detail):
             total = how.total(out)
             if sum_dtype is not None:
                 work = self._sum_scatter(total, inp, how.divisor, timeout_s)
@@ -199,7 +199,7 @@ class Comm(ABC):
         how = Reduction(op, sum_dtype, self.size)
         how.check("all_reduce", tensor, tensor, where=self._where)
         flat = tensor.view(-1)
-        with noted(note_of(name, how.detail)):
+        with noted(name, how.detail):
             total = how.total(flat)
             if sum_dtype is not None:
                 work = self._sum_all(total, flat, how.divisor, timeout_s)
@@ -236,7 +236,7 @@ class Comm(ABC):
         self._check("broadcast", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
         if not 0 <= src < self.size:
             raise ValueError(f"broadcast: expected src in [0, {self.size}), got {src}")
-        with noted(note_of(name)):
+        with noted(name):
             return self._end(self._broadcast(tensor.view(-1), src, timeout_s), async_op)
 
     @torch.no_grad()
@@ -269,7 +269,7 @@ class Comm(ABC):
             raise ValueError(
                 f"all_to_all: expected a multiple of {self.size} elements, got {inp.numel()}"
             )
-        with noted(note_of(name)):
+        with noted(name):
             return self._end(self._all_to_all(out, inp, timeout_s), async_op)
 
     @abstractmethod

@@ -102,7 +102,7 @@ class GroupComm(Comm):
         """Return every rank's picklable ``obj``, in rank order. For small control data."""
         self._limit_s("all_gather_object", timeout_s)
         packed = bytearray(pickle.dumps(obj))
-        with noted("(all_gather_object)"):
+        with noted("", "all_gather_object"):
             return self._gather_pickled(packed, timeout_s)
 
     def _gather_pickled(self, packed: bytearray, timeout_s: float | None) -> list[Any]:

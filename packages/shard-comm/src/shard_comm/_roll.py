@@ -10,13 +10,14 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shard_comm._calls import listed
+
 SLOW_S = 1.0
 """How long a rank waits before it tells the store where it is."""
 GRACE_S = SLOW_S + 0.5
 """How long a rank whose wait failed listens for the others; they speak within ``SLOW_S``."""
 _ANSWER_S = 1.0
 _AGAIN_S = 0.1
-_LISTED = 16
 
 _rolls: WeakKeyDictionary[dist.ProcessGroup, Roll] = WeakKeyDictionary()
 
@@ -122,14 +123,8 @@ class Inquiry(threading.Thread):
         self._over.set()
         self.join(GRACE_S + _ANSWER_S)
         if self._missing is None:
-            return f"who arrived is not known, {self._trouble}"
+            return f"who arrived is not known, {self._trouble} (its host may be the one missing)"
         if not self._missing:
             return "all ranks arrived"
         came = [rank for rank in range(self._roll.size) if rank not in set(self._missing)]
-        return f"{_listed(came)} arrived, {_listed(self._missing)} did not"
-
-
-def _listed(ranks: list[int]) -> str:
-    if len(ranks) > _LISTED:
-        return f"{len(ranks)} ranks {ranks[:_LISTED]} and so on"
-    return f"ranks {ranks}" if len(ranks) != 1 else f"rank {ranks[0]}"
+        return f"{listed(came)} arrived, {listed(self._missing)} did not"
