@@ -265,6 +265,7 @@ def check_processes(comm: Comm) -> list[bytes]:
     bits = check_all(comm)
     assert check_recorded(comm) == bits
     check_picks(comm)
+    check_closing(comm)
     check_late_rank(comm)
     comm.barrier()
     return bits
@@ -313,6 +314,30 @@ def check_group_is_let_go(comm: Comm) -> None:
     del group, picked
     gc.collect()
     assert reference() is None
+
+
+def check_closing(comm: Comm) -> None:
+    """A part's group goes with its comm; a group that the caller made stays."""
+    part = comm.split(0)
+    assert isinstance(part, GroupComm)
+    part.barrier()
+    part.close()
+    part.close()
+    assert part.group not in dist.distributed_c10d._world.pg_map
+    with pytest.raises(RuntimeError, match=r"all_reduce: this comm is closed \(rank"):
+        part.all_reduce(torch.ones(1))
+    with pytest.raises(RuntimeError, match="split: this comm is closed"):
+        part.split(0)
+    group = dist.new_group(list(range(comm.size)))
+    picked = comm_for(group)
+    picked.close()
+    again = comm_for(group)
+    assert again is not picked
+    assert again is comm_for(group)
+    total = torch.ones(1)
+    again.all_reduce(total, op="sum")
+    assert total.item() == comm.size
+    dist.destroy_process_group(group)
 
 
 def check_late_rank(comm: Comm) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_comm import tree_sum
-from shard_comm._tree import tree_sum_rows, tree_sum_wide
+from shard_comm._tree import tree_fold, tree_sum_rows, tree_sum_wide
 
 
 def test_worked_example() -> None:
@@ -55,6 +55,7 @@ def test_rows_are_added_in_the_same_tree(count: int, dtype: torch.dtype, seed: i
     generator = torch.Generator().manual_seed(seed)
     rows = (torch.randn(count, 17, generator=generator) * 1000).to(dtype)
     expected = tree_sum(list(rows))
+    assert torch.equal(tree_fold(count, lambda i: rows[i].clone()), expected)
     assert torch.equal(tree_sum_rows(rows), expected)
 
 

@@ -5,6 +5,7 @@ from shard_comm._comm import Comm, Work
 from shard_comm._group import GroupComm
 from shard_comm._pick import comm_for
 from shard_comm._plan import PlanComm
+from shard_comm._quantized import Quantized
 from shard_comm._recorded import OpRecord, Recorded
 from shard_comm._solo import SoloComm
 from shard_comm._staged import HostStaged
@@ -19,6 +20,7 @@ __all__ = [
     "HostStaged",
     "OpRecord",
     "PlanComm",
+    "Quantized",
     "Recorded",
     "SoloComm",
     "ThreadComm",

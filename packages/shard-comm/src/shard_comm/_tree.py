@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -74,7 +74,7 @@ def _add_up(rows: torch.Tensor, out: torch.Tensor, divisor: int) -> None:
         if divisor != 1:
             out.div_(divisor)
         return
-    half = 1 << ((count - 1).bit_length() - 1)  # the largest complete tree that leaves something
+    half = _left_of(count)
     _add_up(rows[:half], out, divisor)
     if count - half == 1 and divisor == 1 and rows.element_size() > 1:  # no sums with float8
         out.add_(rows[half])
@@ -82,3 +82,28 @@ def _add_up(rows: torch.Tensor, out: torch.Tensor, divisor: int) -> None:
     right = torch.empty_like(out)
     _add_up(rows[half:], right, divisor)
     out.add_(right)
+
+
+def tree_fold(count: int, term: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Add terms in the same tree, each made when its turn comes; they are overwritten.
+
+    Args:
+        count: number of terms, at least 1.
+        term: returns the term of an index, a tensor of its own.
+
+    **Collective**: local. **Memory**: one term for each doubling of ``count``, and one more.
+    """
+
+    def add_up(start: int, stop: int) -> torch.Tensor:
+        if stop - start == 1:
+            return term(start)
+        middle = start + _left_of(stop - start)
+        left = add_up(start, middle)
+        return left.add_(add_up(middle, stop))
+
+    return add_up(0, count)
+
+
+def _left_of(count: int) -> int:
+    """How many of several terms are on the left: a complete tree that leaves something."""
+    return 1 << ((count - 1).bit_length() - 1)
