@@ -123,15 +123,36 @@ class GroupComm(Comm):
         """Return the comm of the ranks that passed the same ``color``, in the same order."""
         self._check_open("split")
         colors = self.all_gather_object(color)
+        part_number = self._roll.next_part()
         members = [rank for rank, other in enumerate(colors) if other == color]
         if len(members) == 1:
             return SoloComm(self.device)
         ranks = [dist.get_global_rank(self.group, rank) for rank in members]
-        limit = timedelta(seconds=self.timeout_s)
-        group = dist.new_group(ranks, limit, self._backend, use_local_synchronization=True)
+        group = self._new_group(ranks, part_number)
         part = GroupComm(group, device=self.device, timeout_s=self.timeout_s)
         part._owned = True
         return part
+
+    def _new_group(self, ranks: list[int], part: int) -> dist.ProcessGroup:
+        """Make a process group of some of the ranks, under a name that none had before.
+
+        ``new_group()`` among a few ranks takes its name from how many groups the process has:
+        ranks of which one has more of them would wait for each other, and once a group is gone its
+        name, and what it left in the store, comes again.
+        """
+        c10d = dist.distributed_c10d
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend(self._backend),
+            c10d._get_default_store(),
+            f"{self.group.group_name}/part{part}/{ranks[0]}",  # type: ignore[arg-type]
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         work = _all_gather(_bytes_of(out), _bytes_of(inp), group=self.group, async_op=True)

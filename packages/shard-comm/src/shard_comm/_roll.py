@@ -43,6 +43,7 @@ class Roll:
         self.rank = rank
         self.size = size
         self._begun = 0
+        self._parts = 0
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Roll:
@@ -58,6 +59,11 @@ class Roll:
         """Return the number of a collective that this rank begins. Local."""
         self._begun += 1
         return self._begun
+
+    def next_part(self) -> int:
+        """Return the number of a split of the group. Local; all ranks split in one order."""
+        self._parts += 1
+        return self._parts
 
     def write(self, call: int) -> None:
         """Tell the store which call this rank waits in. Local."""
