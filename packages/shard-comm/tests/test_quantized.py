@@ -16,7 +16,7 @@ from shard_comm._codes import BlockCode
 from shard_testing import TinyDecoder, run_ranks, run_threads
 
 CODED = [torch.float32, torch.bfloat16, torch.float16]
-FLOOR = 2.0**-140
+FLOOR = 2.0**-142
 STEPS = 100
 
 
@@ -69,6 +69,17 @@ def test_a_number_is_off_by_half_a_scale_at_most(
     top = 127 if bits == 8 else 7
     bound = absmax(numbers, block) / (2 * top) * (1 + 1e-4) + FLOOR
     assert bool(((arrived.double() - numbers.double()).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_smallest_numbers_keep_their_sign(bits: int) -> None:
+    """Their scale is a few of the smallest steps there are, so codes may come out too large."""
+    step = 2.0**-149
+    for count in range(1, 500):
+        arrived, _ = coded(torch.tensor([count * step, -count * step]), bits, 2)
+        assert arrived[0].item() == -arrived[1].item()
+        assert 0 <= arrived[0].item() <= (count + 64) * step
+        assert abs(arrived[0].item() - count * step) <= FLOOR
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -42,6 +42,25 @@ def test_a_mean_is_no_sum(size: int, dtype: torch.dtype, op: str) -> None:
             assert values == pytest.approx([float(size)] * (8 + 4 * size), rel=near)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_is_the_sum_divided_and_not_times_an_inverse(dtype: torch.dtype) -> None:
+    """A third has no exact inverse: 5 times the float32 nearest to it is not the nearest to 5/3."""
+
+    def run(comm: Comm) -> list[torch.Tensor]:
+        counted = torch.arange(120).to(dtype) if comm.rank == 0 else torch.zeros(120, dtype=dtype)
+        shard, wide = counted.new_empty(40), torch.empty(40)
+        comm.reduce_scatter(shard, counted.clone(), op="mean")
+        comm.reduce_scatter(wide, counted.clone(), op="mean", sum_dtype=torch.float32)
+        comm.all_reduce(counted, op="mean")
+        return [shard, wide, counted]
+
+    expected = (torch.arange(120.0) / 3).to(dtype)
+    for rank, (shard, wide, counted) in enumerate(run_threads(run, 3)):
+        assert torch.equal(counted, expected)
+        assert torch.equal(shard, expected[40 * rank :][:40])
+        assert torch.equal(wide, (torch.arange(120.0) / 3)[40 * rank :][:40])
+
+
 def test_a_mean_divides_the_sum_and_a_premultiplied_one_what_is_summed() -> None:
     """Half precision ends at 65504: the sum of 60000 and 60000 is not there, its half is."""
 

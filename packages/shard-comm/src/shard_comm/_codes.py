@@ -14,7 +14,7 @@ class BlockCode:
     The scale of a block is its largest magnitude divided by the largest code, 127 or 7. With
     4 bits, the block 7.0, -2.4, 0.4, 3.6 becomes the scale 1.0 and the codes 7, -2, 0, 4. A number
     comes back with an error of at most half its scale, but for float32 arithmetic (a relative
-    1e-4 of that) and magnitudes below 2**-140, which may come back as zero. A block that holds an
+    1e-4 of that) and magnitudes below 2**-142, which may come back as zero. A block that holds an
     infinity or a NaN comes back as NaN, all of it.
 
     Args:
@@ -46,6 +46,7 @@ class BlockCode:
         rows = padded.view(blocks, self.block)
         low, high = rows.aminmax(dim=1)
         scales = torch.maximum(-low, high).div_(self.top)
+        # No integer stands for NaN, which 0 / 0 and inf / inf are: 0 does, the scale tells them.
         codes = rows.div_(scales.unsqueeze(1)).round_().nan_to_num_(0.0)
         codes = codes.clamp_(-self.top, self.top).to(torch.int8).view(-1)
         if self.bits == 4:

@@ -37,7 +37,9 @@ class GroupComm(Comm):
 
     A wait that fails says which ranks came to the collective and which did not, as far as the
     group's store knows: over Gloo every rank that has waited for a second has told it. A rank that
-    went on without waiting (the source of a broadcast, say) may be listed among the missing.
+    went on without waiting (the source of a broadcast, say) may be listed among the missing. Gloo
+    itself gives a collective up only after the group's own timeout: with a shorter one here, the
+    end of the process waits for that.
 
     Args:
         group: the process group; None is the default group.

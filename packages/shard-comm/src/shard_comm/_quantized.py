@@ -24,7 +24,7 @@ class Quantized(Comm):
     * Gathered elements are off by at most ``absmax / 254``, where ``absmax`` is the largest
       magnitude in the element's block, and by one rounding to the tensor's dtype. Reduced ones are
       off by the sum over ranks of ``absmax / 254``, or ``absmax / 14`` with 4 bits, and by the
-      roundings of a float32 sum. Both within a relative 1e-4 and magnitudes of 2**-140.
+      roundings of a float32 sum. Both within a relative 1e-4 and magnitudes of 2**-142.
     * A block with an infinity or a NaN in it arrives as NaN: an overflow is not lost.
     * Results depend on the data alone. ``max``, ``min``, ``all_reduce``, ``broadcast``,
       ``all_to_all`` and objects are exact, and so are dtypes other than float32, bfloat16 and
