@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
 
 # The name that the caller gave, and what the transport's own operation does not say.
 _note: ContextVar[tuple[str, str]] = ContextVar("shard_comm_note", default=("", ""))
+_NOTHING = nullcontext()
 
 
-@contextmanager
-def noted(name: str, detail: str = "") -> Iterator[None]:
+def noted(name: str, detail: str = "") -> AbstractContextManager[None]:
     """Add a name and a detail to what describes the collectives begun inside.
 
     A call on a wrapper becomes calls on what is inside, and all of them are the caller's one call:
     what is noted first stays. Local.
     """
     if not (name or detail) or any(_note.get()):
-        yield
-        return
-    token = _note.set((name, detail))
-    try:
-        yield
-    finally:
-        _note.reset(token)
+        return _NOTHING
+    return _noting(name, detail)
+
+
+def noted_anew(detail: str) -> AbstractContextManager[None]:
+    """Describe collectives begun inside by this detail alone, whatever was noted. Local."""
+    return _noting("", detail)
 
 
 @contextmanager
-def noted_anew(detail: str) -> Iterator[None]:
-    """Describe collectives begun inside by this detail alone, whatever was noted. Local."""
-    token = _note.set(("", detail))
+def _noting(name: str, detail: str) -> Iterator[None]:
+    token = _note.set((name, detail))
     try:
         yield
     finally:
