@@ -232,8 +232,9 @@ class GroupComm(Comm):
                     f"{what} failed on rank {self.rank} of {self.size} after {waited_s:.1f} s "
                     f"(limit {limit_s:g} s); {inquiry.result()}: {error}"
                 ) from error
-            if inquiry is not None:
-                inquiry.dismiss()
+            finally:
+                if inquiry is not None:
+                    inquiry.dismiss()
 
         return Work(finish)
 

@@ -120,7 +120,7 @@ class Inquiry(threading.Thread):
             self._trouble = f"the store failed: {error}"
 
     def dismiss(self) -> None:
-        """The collective ended well: nothing to ask. Local."""
+        """End the thread: there is nothing to ask, or no more. Local."""
         self._over.set()
 
     def result(self) -> str:
