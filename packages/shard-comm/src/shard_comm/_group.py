@@ -219,6 +219,8 @@ class GroupComm(Comm):
             try:
                 if self._backend == "gloo":
                     inquiry = self._first_wait(work, call, limit_s)
+                    if inquiry is None:
+                        return
                 left_s = max(limit_s - (time.monotonic() - began), 0.001)
                 if host_wait:
                     work.wait(timedelta(seconds=left_s))
@@ -239,7 +241,7 @@ class GroupComm(Comm):
         return Work(finish)
 
     def _first_wait(self, work: Any, call: int, limit_s: float) -> Inquiry | None:
-        """Wait a little; where that is not enough, tell the others where this rank is.
+        """Wait a little; None if that is enough, else tell the others where this rank is.
 
         Over Gloo a wait may be given up and taken up again, and an error comes again.
         """
