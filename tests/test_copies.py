@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shard_comm import Comm, Recorded, SoloComm
+from shard_comm import Comm, GroupComm, Recorded, SoloComm
 from shard_fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shard_testing import DecoderBlock, TinyDecoder, run_ranks, run_threads, token_batches
 from shard_wrap import by_class
@@ -60,40 +60,49 @@ class _Layer(nn.Module):
         return x @ self.weight.t()
 
 
-def _moves_of_one_step(comm: Comm, mp_policy: MixedPrecisionPolicy) -> Counter[int]:
+def _moves_of_one_step(
+    comm: Comm, mp_policy: MixedPrecisionPolicy, *, change: bool = False
+) -> Counter[int]:
     model = fully_shard(
         nn.Sequential(_Layer()), mesh=comm, reshard_after_forward=True, mp_policy=mp_policy
     )
     x = torch.ones(1, COLUMNS)
     model(x).sum().backward()
     model.zero_grad()
+    if change:
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
     moves = _Moves()
     with moves:
         model(x).sum().backward()
     return moves.by_numel
 
 
-def _one_dtype(comm: Comm) -> Counter[int]:
-    return _moves_of_one_step(comm, MixedPrecisionPolicy())
-
-
-def _mixed(comm: Comm) -> Counter[int]:
-    return _moves_of_one_step(comm, MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+def _all_moves(comm: Comm) -> list[Counter[int]]:
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return [
+        _moves_of_one_step(GroupComm(), MixedPrecisionPolicy()),
+        _moves_of_one_step(GroupComm(), mixed),
+        _moves_of_one_step(comm, MixedPrecisionPolicy()),
+        _moves_of_one_step(comm, MixedPrecisionPolicy(), change=True),
+        _moves_of_one_step(comm, mixed, change=True),
+    ]
 
 
 def test_full_size_copies_are_one_pass_over_the_gradient() -> None:
     full, shard = ROWS * COLUMNS, ROWS * COLUMNS // 2
-    for moves in run_ranks(_one_dtype, 2):
-        assert moves[full] == 1  # the gradient into its slot
+    for over_gloo, cast_over_gloo, same, changed, cast in run_ranks(_all_moves, 2):
+        moves = (over_gloo, cast_over_gloo, same, changed, cast)
+        assert [m[full] for m in moves] == [1] * 5  # the gradient into its slot, cast on the way
         # tree sum, its result, the mean: all of shard size, none of them a parameter
-        assert moves[shard] == 3
-    for moves in run_ranks(_mixed, 2):
-        assert moves[full] == 1  # cast on the way
-        assert moves[shard] == 3 + 2  # a cast before each of the two gathers
+        assert over_gloo[shard] == 3
+        assert cast_over_gloo[shard] == 3 + 2  # a cast before each of the two gathers
+        assert same[shard] == 1  # in shared memory: the sum; the mean is taken of it in place
+        assert changed[shard] == cast[shard] == same[shard] + 1  # and one write of the new slice
 
 
 def test_one_rank_copies_nothing() -> None:
-    assert _one_dtype(SoloComm())[ROWS * COLUMNS] == 0
+    assert _moves_of_one_step(SoloComm(), MixedPrecisionPolicy())[ROWS * COLUMNS] == 0
 
 
 def _bytes_of_one_step(comm: Comm, mp_policy: MixedPrecisionPolicy, reshard: bool) -> None:
@@ -122,9 +131,9 @@ def _bytes_of_one_step(comm: Comm, mp_policy: MixedPrecisionPolicy, reshard: boo
         assert records["all_gather"].calls == gathers * len(layouts)
         assert records["reduce_scatter"].payload_bytes == numel * reduce_size
         assert records["reduce_scatter"].calls == len(layouts)
-        # which gradients arrived: one number per parameter and one per group
-        flags = len(list(model.parameters())) + len(layouts)
-        assert records["all_reduce"].payload_bytes == 4 * flags
+        # which gradients arrived: one number per parameter and one per group, and a checksum
+        flags = len(list(model.parameters())) + len(layouts) + 2
+        assert records["all_reduce"].payload_bytes == 8 * flags
         assert set(records) == {"all_gather", "reduce_scatter", "all_reduce"}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shard_comm import Comm, Recorded, Work
+from shard_comm import Comm, GroupComm, Recorded, Work
 from shard_fsdp import fully_shard
 from shard_optim import AdamW
 from shard_testing import run_ranks
@@ -69,10 +69,14 @@ class _Watch(Recorded):
         return Work(finish)
 
 
+def _over_gloo(comm: Comm) -> Comm:
+    return GroupComm() if comm.size > 1 else comm
+
+
 def _peak(comm: Comm) -> int:
     gc.freeze()  # what torch made at import is no concern here and slow to look through
     model = nn.Sequential(*(_Layer() for _ in range(UNITS)))
-    watch = _Watch(comm)
+    watch = _Watch(_over_gloo(comm))
     fully_shard(model, mesh=watch, policy=by_class(_Layer), reshard_after_forward=True)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     x = torch.ones(1, WIDTH)
@@ -101,7 +105,8 @@ def test_peak_is_a_share_of_everything_plus_two_units(world_size: int) -> None:
 def _after(comm: Comm, steps: int) -> int:
     gc.freeze()
     model = nn.Sequential(*(_Layer() for _ in range(UNITS)))
-    fully_shard(model, mesh=comm, policy=by_class(_Layer), reshard_after_forward=True)
+    mesh = _over_gloo(comm)
+    fully_shard(model, mesh=mesh, policy=by_class(_Layer), reshard_after_forward=True)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
         optimizer.zero_grad()

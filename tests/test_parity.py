@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shard_comm import Comm, SoloComm, tree_sum
 from shard_fsdp import MixedPrecisionPolicy, fully_shard
 from shard_optim import AdamW, clip_grad_norm_
-from shard_testing import DecoderBlock, TinyDecoder, run_ranks, token_batches
+from shard_testing import DecoderBlock, TinyDecoder, full_value, run_ranks, token_batches
 from shard_wrap import by_class
 
 STEPS = 5
@@ -79,11 +79,7 @@ def _ours(comm: Comm, setting: Setting) -> Outcome:
 
 
 def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
-    full = {}
-    for name, param in model.named_parameters():
-        assert isinstance(param, DTensor)
-        full[name] = param.full_tensor().detach()
-    return full
+    return {name: full_value(param) for name, param in model.named_parameters()}
 
 
 def _torch_fsdp2(comm: Comm, setting: Setting) -> Outcome:

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+import check_alone
 import check_types
 import ci_matrix
 import versions
 from _imports import read_imports
-from _readme import read_blocks
+from _readme import Block, read_blocks
 from _workspace import ROOT, Requirement, parse_requirement, read_workspace
 
 MEMBER = """\
@@ -87,6 +88,38 @@ class TestWorkspace:
         add_member(tmp_path, "two", "one")
         with pytest.raises(ValueError, match="circle: one, two"):
             read_workspace(tmp_path)
+
+
+class TestCheckAlone:
+    def test_what_is_absent(self) -> None:
+        workspace = read_workspace()
+        members = {m.import_name for m in workspace.members}
+        flat = check_alone.absent(workspace, workspace.member("shard-flat"))
+        assert flat == (members - {"shard_flat"}) | {"safetensors", "tyro", "rich"}
+        ckpt = check_alone.absent(workspace, workspace.member("shard-ckpt"))
+        assert ckpt == {"shard_wrap", "shard_fsdp", "shard_optim", "shard_train", "tyro", "rich"}
+        assert check_alone.absent(workspace, workspace.member("shard-train")) == set()
+
+    def test_an_import_that_is_not_declared_fails(
+        self, copy: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Also in a process that a test starts."""
+        for name in ("one-package", "other-package"):
+            add_member(copy, name)
+            module = name.replace("-", "_")
+            source = copy / "packages" / name / "src" / f"{module}.py"
+            source.parent.mkdir()
+            source.write_text("VALUE = 1\n", encoding="utf-8")
+            tests = copy / "packages" / name / "tests"
+            tests.mkdir()
+            run = "subprocess.run([sys.executable, '-c', 'import one_package'], check=True)"
+            code = f"import subprocess, sys\n\ndef test_it():\n    import {module}\n    {run}\n"
+            (tests / "test_it.py").write_text(code, encoding="utf-8")
+        assert check_alone.main(["one-package"], root=copy) == 0
+        assert check_alone.main(["one-package", "other-package"], root=copy) == 1
+        out, err = capfd.readouterr()
+        assert err.endswith("failed: other-package\n")
+        assert "one_package: not declared by the package under test" in out
 
 
 class TestVersions:
@@ -185,6 +218,30 @@ class TestReadBlocks:
         )
         (block,) = read_blocks(page, "python")
         assert (block.line, block.code) == (8, "a = 1\n\nb = 2\n")
+
+    def test_the_indented_block_that_follows_is_what_the_code_prints(self, tmp_path: Path) -> None:
+        page = tmp_path / "page.md"
+        shown = "\n\n    1\n\n      2\n\n"
+        pages = {
+            f"```python\na\n```{shown}Text.\n": "1\n\n  2\n",
+            f"```python\na\n```{shown}": "1\n\n  2\n",
+            f"```python\na\n```\nText.{shown}": None,
+            f"```python\na\n```\n\n```sh\nb\n```{shown}": None,
+            "```python\na\n```\n": None,
+        }
+        for text, output in pages.items():
+            page.write_text(text, encoding="utf-8")
+            (block,) = read_blocks(page, "python")
+            assert block.output == output
+
+    def test_output_that_differs_from_the_page(self) -> None:
+        block = Block("python", 1, "run()\n", "loss 3.25 in ... s\n")
+        assert block.difference("loss 3.25 in 0.7 s\n") == ""
+        for printed in ("loss 3.26 in 0.7 s\n", "loss 3.25\n", ""):
+            difference = block.difference(printed)
+            assert "loss 3.25 in ... s" in difference
+            assert printed.strip() in difference
+        assert Block("python", 1, "run()\n").difference("what nobody shows\n") == ""
 
     def test_open_fence_is_refused(self, tmp_path: Path) -> None:
         page = tmp_path / "page.md"

@@ -8,32 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from shard_ckpt._dtypes import dtype_name, header_shape, torch_dtype
 from shard_ckpt._header import header_length, parse_header
-
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.uint16,
-    torch.int16,
-    torch.uint32,
-    torch.int32,
-    torch.uint64,
-    torch.int64,
-    torch.float4_e2m1fn_x2,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-]
+from shard_testing import STORED_DTYPES
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", STORED_DTYPES, ids=str)
 def test_names_and_shapes_are_those_of_the_stock_writer(dtype: torch.dtype, tmp_path: Path) -> None:
     raw = torch.zeros(2, 4 * dtype.itemsize, dtype=torch.uint8)
     tensor = raw.view(dtype)

@@ -40,10 +40,7 @@ def flat_group(comm: Comm, shapes: Sequence[tuple[int, ...]]) -> dict[str, Shard
     result = {}
     for at, (spec, part) in enumerate(zip(specs, layout.pieces(comm.rank), strict=True)):
         local = shard[part.offset : part.offset + part.numel]
-        shard_spec = ShardSpec(
-            spec.name, spec.shape, part.start, part.stop, layout.starts[at], layout.shard_numel
-        )
-        result[spec.name] = ShardTensor(local, shard_spec, comm=comm)
+        result[spec.name] = ShardTensor(local, layout.shard_spec(comm.rank, at), comm=comm)
     return result
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from shard_ckpt import load, save, verify
 from shard_comm import Comm, SoloComm
 from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
-from shard_testing import run_threads
+from shard_testing import STORED_DTYPES, run_threads
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 
@@ -28,29 +28,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "six": (6,),
     "wide": (2, 1000),
 }
-
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.uint16,
-    torch.int16,
-    torch.uint32,
-    torch.int32,
-    torch.uint64,
-    torch.int64,
-    torch.float4_e2m1fn_x2,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-]
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -78,10 +55,7 @@ def sharded(full: dict[str, torch.Tensor], comm: Comm) -> dict[str, ShardTensor]
         local = shard[part.offset : part.offset + part.numel]
         flat = full[spec.name].reshape(-1)[part.start : part.stop]
         local.view(torch.uint8).copy_(flat.view(torch.uint8))
-        where = ShardSpec(
-            spec.name, spec.shape, part.start, part.stop, layout.starts[at], layout.shard_numel
-        )
-        result[spec.name] = ShardTensor(local, where, comm=comm)
+        result[spec.name] = ShardTensor(local, layout.shard_spec(comm.rank, at), comm=comm)
     return result
 
 
@@ -90,7 +64,9 @@ def make_state(comm: Comm, *, seed: int) -> dict[str, Any]:
     full = {n: random_bits(s, torch.float32, seed + at) for at, (n, s) in enumerate(SHAPES.items())}
     half = {f"half.{n}": random_bits(s, torch.bfloat16, seed) for n, s in SHAPES.items()}
     exp_avg = sharded({n: t.flip(0) if t.ndim else t for n, t in full.items()}, comm)
-    replicated: dict[str, Any] = {str(dtype): random_bits((3, 5), dtype, seed) for dtype in DTYPES}
+    replicated: dict[str, Any] = {
+        str(dtype): random_bits((3, 5), dtype, seed) for dtype in STORED_DTYPES
+    }
     replicated["0-dim"] = random_bits((), torch.float8_e5m2, seed)
     replicated["empty"] = random_bits((2, 0), torch.int16, seed)
     replicated["big"] = random_bits((300, 1001), torch.float32, seed)

@@ -9,7 +9,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shard_comm import CallEntry, Checked, Comm, GroupComm, HostStaged, Recorded, SoloComm
+from shard_comm import (
+    CallEntry,
+    Checked,
+    Comm,
+    GroupComm,
+    HostStaged,
+    Recorded,
+    SharedMemoryComm,
+    SoloComm,
+    ThreadComm,
+    comm_for,
+)
 from shard_testing import run_ranks, run_threads
 
 ONES = torch.ones
@@ -208,12 +219,70 @@ def test_counting_outside_counts_no_checks() -> None:
     assert run_threads(run, 2) == [{"all_reduce": 1}] * 2
 
 
+def test_an_array_that_all_map_is_compared_and_kept() -> None:
+    """Rank 1 publishes another layer; the claims, which need not be the same, are kept."""
+
+    def run(comm: Comm) -> tuple[str, list[str]]:
+        checked = Checked(comm)
+        arrays = [checked.shared(4, torch.float32, name=f"layers.{n}") for n in (0, 1)]
+        first, second = arrays
+        assert first is not None
+        assert second is not None
+        if comm.rank == 0:
+            first.claim()
+        first.own.fill_(comm.rank + 1)
+        first.publish().wait()
+        assert first.data.tolist() == [1.0, 1.0, 2.0, 2.0]
+        first.release()
+        message = message_of((first, second)[comm.rank].publish)
+        return message, [str(entry).split(", ")[0] for entry in checked.entries]
+
+    (first, calls), (second, fewer) = run_threads(run, 2, shares_memory=True)
+    assert first == second
+    assert first == (
+        "ranks call different collectives: rank 0 calls publish of 4 float32 for layers.0 (call 4),"
+        " rank 1 calls publish of 4 float32 for layers.1 (call 4)"
+    )
+    assert calls == [
+        "1: shared of 4 float32 for layers.0",
+        "2: shared of 4 float32 for layers.1",
+        "2: claim of 4 float32 for layers.0",
+        "3: publish of 4 float32 for layers.0",
+        "4: publish of 4 float32 for layers.0",
+    ]
+    assert fewer == [*calls[:2], calls[3], "4: publish of 4 float32 for layers.1"]
+
+
+def test_an_array_of_a_closed_comm_is_refused() -> None:
+    checked = Checked(ThreadComm.group(1, shares_memory=True)[0])
+    array = checked.shared(4, torch.float32)
+    assert array is not None
+    checked.close()
+    for op, call in (("claim", array.claim), ("publish", array.publish)):
+        assert message_of(call) == f"{op}: this comm is closed (rank 0 of 1); make a new one"
+    with pytest.raises(RuntimeError, match=r"^shared: this comm is closed \(rank 0 of 1\)"):
+        checked.shared(4, torch.float32)
+
+
 def check_processes(comm: Comm) -> None:
-    """All mismatches over Gloo, and a rank that does not come."""
-    assert isinstance(comm, GroupComm)
-    for name, (_, _, who) in MISMATCHES.items():
-        assert differ(comm, name) == (f"ranks call different collectives: {who}", 3.0)
+    """All mismatches in shared memory and over Gloo, and a rank that does not come."""
+    gloo = comm_for(shared_memory=False)
+    assert isinstance(gloo, GroupComm)
+    assert isinstance(comm, SharedMemoryComm)
+    for transport in (comm, gloo):
+        for name, (_, _, who) in MISMATCHES.items():
+            expected = (f"ranks call different collectives: {who}", 3.0)
+            assert differ(transport, name) == expected
     checked = Checked(comm)
+    if comm.rank != 1:
+        message = message_of(lambda: checked.all_reduce(ONES(2), name="norm", timeout_s=0.5))
+        assert re.match(
+            rf"all_reduce sum of 2 float32 for norm \(call 1\): rank {comm.rank} of 3 waited .* s "
+            r"for all ranks to make the same call: all_gather of 1 int64 \(check\) on rank [02] of "
+            r"3.* rank(s \[1\]| 1 \(process \d+\) is gone).*; ranks \[0, 2\] had arrived",
+            message,
+        ), message
+    checked = Checked(gloo)
     if comm.rank != 1:
         message = message_of(lambda: checked.all_reduce(ONES(2), name="norm", timeout_s=0.5))
         assert re.match(

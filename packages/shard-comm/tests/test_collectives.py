@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shard_comm import Checked, Comm, GroupComm, Recorded, SoloComm, comm_for
+from shard_comm import (
+    Checked,
+    Comm,
+    GroupComm,
+    Recorded,
+    SharedMemoryComm,
+    SoloComm,
+    comm_for,
+)
 from shard_testing import run_ranks, run_threads
 
 MOVED_DTYPES = [
@@ -197,8 +205,8 @@ def check_split(comm: Comm) -> None:
 def check_memory(comm: Comm) -> None:
     memory = comm.empty(5, torch.bfloat16)
     assert (memory.shape, memory.dtype, memory.device) == ((5,), torch.bfloat16, comm.device)
-    memory.untyped_storage().resize_(0)
-    memory.untyped_storage().resize_(10)
+    assert memory.untyped_storage().nbytes() == 10
+    assert memory.fill_(3).tolist() == [3.0] * 5
     assert comm.empty(0, torch.float32).numel() == 0
 
 
@@ -262,11 +270,14 @@ def test_threads(size: int) -> None:
 
 def check_processes(comm: Comm) -> list[bytes]:
     """All that needs processes, in one go: starting them costs more than all collectives."""
-    bits = check_all(comm)
+    plain = comm_for(shared_memory=False)
+    bits = check_all(plain)
+    assert check_recorded(plain) == bits
+    assert check_all(comm) == bits
     assert check_recorded(comm) == bits
     check_picks(comm)
-    check_closing(comm)
-    check_late_rank(comm)
+    check_closing(plain)
+    check_late_rank(plain)
     comm.barrier()
     return bits
 
@@ -279,12 +290,15 @@ def test_processes_add_as_threads_do(size: int) -> None:
 
 
 def check_picks(comm: Comm) -> None:
-    assert isinstance(comm, GroupComm)
+    assert isinstance(comm, SharedMemoryComm)
     assert comm_for() is comm
     assert comm_for(dist.group.WORLD) is comm
     assert comm_for(comm) is comm
     assert comm_for(device="cpu") is comm
-    assert repr(comm) == f"GroupComm(rank={comm.rank} of {comm.size}, device=cpu)"
+    assert repr(comm) == f"SharedMemoryComm(rank={comm.rank} of {comm.size}, device=cpu)"
+    plain = comm_for(shared_memory=False)
+    assert isinstance(plain, GroupComm)
+    assert comm_for(shared_memory=False) is plain
     mesh = init_device_mesh("cpu", (comm.size,), mesh_dim_names=("shard",))
     assert comm_for(mesh) is comm_for(mesh)
     assert (comm_for(mesh).rank, comm_for(mesh).size) == (comm.rank, comm.size)
@@ -329,14 +343,16 @@ def check_closing(comm: Comm) -> None:
     with pytest.raises(RuntimeError, match="split: this comm is closed"):
         part.split(0)
     group = dist.new_group(list(range(comm.size)))
-    picked = comm_for(group)
-    picked.close()
-    again = comm_for(group)
-    assert again is not picked
-    assert again is comm_for(group)
-    total = torch.ones(1)
-    again.all_reduce(total, op="sum")
-    assert total.item() == comm.size
+    for shared_memory in (False, True):
+        picked = comm_for(group, shared_memory=shared_memory)
+        picked.close()
+        again = comm_for(group, shared_memory=shared_memory)
+        assert again is not picked
+        assert again is comm_for(group, shared_memory=shared_memory)
+        assert isinstance(again, SharedMemoryComm) is shared_memory
+        total = torch.ones(1)
+        again.all_reduce(total, op="sum")
+        assert total.item() == comm.size
     dist.destroy_process_group(group)
 
 

@@ -73,10 +73,10 @@ def test_a_tree_over_groups_of_two_to_the_n_is_the_tree_over_all(
 def test_wide_worked_example() -> None:
     rows = torch.tensor([[256.0], [1.0], [1.0], [1.0]]).bfloat16()
     total = torch.empty(1)
-    tree_sum_wide(rows, total)
+    tree_sum_wide(list(rows), total)
     assert total.item() == 259.0
     assert tree_sum(list(rows)).item() == 258.0
-    tree_sum_wide(rows[:3], total, divisor=2)
+    tree_sum_wide(list(rows[:3]), total, divisor=2)
     assert total.item() == 129.0
     assert rows.flatten().tolist() == [256.0, 1.0, 1.0, 1.0]
 
@@ -86,7 +86,7 @@ def test_wide_sums_are_sums_of_what_was_widened(count: int, divisor: int, seed: 
     generator = torch.Generator().manual_seed(seed)
     rows = (torch.randn(count, 17, generator=generator) * 1000).bfloat16()
     total = torch.empty(17)
-    tree_sum_wide(rows, total, divisor=divisor)
+    tree_sum_wide(list(rows), total, divisor=divisor)
     assert torch.equal(total, tree_sum([row.float() / divisor for row in rows]))
 
 
@@ -94,5 +94,5 @@ def test_wide_sums_of_many_elements() -> None:
     """More than are added at a time."""
     rows = torch.arange(300_000.0).remainder_(251).view(3, -1).bfloat16()
     total = torch.empty(100_000)
-    tree_sum_wide(rows, total)
+    tree_sum_wide(list(rows), total)
     assert torch.equal(total, rows.float().sum(0))

@@ -29,11 +29,20 @@ def _compiled_in_place(model: Any) -> Any:
     return model
 
 
+def _wrapped_by_the_compiler(model: Any) -> Any:
+    blocks: list[Any] = [torch.compile(block, backend=BACKEND) for block in model.blocks]
+    model.blocks = nn.ModuleList(blocks)
+    return model
+
+
 def _compiled_outside(model: Any) -> Any:
     return torch.compile(model, backend=BACKEND)
 
 
-@pytest.mark.parametrize("compiled", [_compiled_blocks, _compiled_in_place, _compiled_outside])
+@pytest.mark.parametrize(
+    "compiled",
+    [_compiled_blocks, _compiled_in_place, _compiled_outside, _wrapped_by_the_compiler],
+)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_compiled_model_trains_alike(compiled: Callable[[Any], Any], world_size: int) -> None:
     # Processes: the compiler's state is per process, and threads would share it.
@@ -41,12 +50,13 @@ def test_compiled_model_trains_alike(compiled: Callable[[Any], Any], world_size:
 
 
 def _train_both(comm: Comm, compiled: str) -> None:
-    models: list[Any] = []
-    for _ in range(2):
-        model = TinyDecoder()
+    models: list[Any] = [TinyDecoder(), TinyDecoder()]
+    make = globals()[compiled]
+    if make is _wrapped_by_the_compiler:
+        make(models[1])
+    for model in models:
         fully_shard(model, mesh=comm, policy=by_class(DecoderBlock))
-        models.append(model)
-    eager, other = models[0], globals()[compiled](models[1])
+    eager, other = models[0], models[1] if make is _wrapped_by_the_compiler else make(models[1])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     for batch in token_batches(3, comm.size):
         tokens = batch[comm.rank]

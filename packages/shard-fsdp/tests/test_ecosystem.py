@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +166,32 @@ def _load(comm: Comm, folder: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def _transforms(comm: Comm) -> None:
+    """torch.func with respect to inputs; parameters are gathered outside of the transform."""
+    plain = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    ours = copy.deepcopy(plain)
+    for layer in ours:
+        fully_shard(layer, mesh=comm, reshard_after_forward=True)
+    one, two = nn.Sequential(*plain), fully_shard(nn.Sequential(*ours), mesh=comm)
+    for layer, other in zip(plain, ours, strict=True):
+        other.load_state_dict(layer.state_dict())
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+
+    def loss(model: Any) -> Any:
+        return lambda x: model(x).square().sum()
+
+    transforms: list[Callable[[Any], Any]] = [
+        lambda model: torch.func.vmap(model)(x),
+        lambda model: torch.func.grad(loss(model))(x),
+        lambda model: torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+        lambda model: torch.func.hessian(loss(model))(x),
+    ]
+    for transform in transforms:
+        torch.testing.assert_close(transform(two), transform(one), rtol=1e-6, atol=1e-7)
+
+
 def _everything(comm: Comm) -> None:
-    for check in (_parameters, _get_model, _set_model, _optimizers):
+    for check in (_parameters, _get_model, _set_model, _optimizers, _transforms):
         check(comm)
         comm.barrier()
 

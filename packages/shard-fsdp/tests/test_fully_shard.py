@@ -10,23 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+import shard_fsdp
 from shard_comm import Comm, SoloComm
 from shard_flat import ShardTensor
 from shard_fsdp import FSDPModule
-from shard_fsdp import fully_shard as _fully_shard
-from shard_testing import DecoderBlock, TinyDecoder, run_threads
-from shard_wrap import by_class, by_name
+from shard_testing import DecoderBlock, TinyDecoder, full_value, run_threads
+from shard_wrap import by_class
 
-
-def fully_shard(module: Any, **kwargs: Any) -> Any:
-    """Untyped, since nn.Module cannot say what its attributes are."""
-    return _fully_shard(module, **kwargs)
-
-
-def gathered(param: Any) -> torch.Tensor:
-    assert isinstance(param, ShardTensor)
-    full: torch.Tensor = param.full_tensor().detach()
-    return full
+# Untyped, since nn.Module cannot say what its attributes are.
+fully_shard: Any = shard_fsdp.fully_shard
 
 
 def test_class_name_and_parameters() -> None:
@@ -81,7 +73,7 @@ def _values(comm: Comm) -> None:
     fully_shard(model, mesh=comm, policy=by_class(DecoderBlock))
     for want, got in zip(plain.parameters(), model.parameters(), strict=True):
         assert isinstance(got, ShardTensor)
-        assert torch.equal(gathered(got), want)
+        assert torch.equal(full_value(got), want)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -96,45 +88,6 @@ def test_the_plain_parameters_are_freed() -> None:
     watched = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
     fully_shard(model, mesh=SoloComm(), policy=by_class(DecoderBlock))
     assert all(ref() is None for ref in watched)
-
-
-def _small_shapes(comm: Comm) -> None:
-    shapes = [(1,), (3, 5), (9, 4), (), (0, 3)]
-    module: Any = nn.Identity()
-    generator = torch.Generator().manual_seed(0)
-    want = [torch.randn(s, generator=generator) for s in shapes]
-    for i, value in enumerate(want):
-        module.register_parameter(f"p{i}", nn.Parameter(value.clone()))
-    fully_shard(module, mesh=comm)
-    (group,) = module._shard_unit.groups
-    assert group.layout.padding_numel * 4 <= 16 * comm.size
-    for value, param in zip(want, module.parameters(), strict=True):
-        assert isinstance(param, ShardTensor)
-        assert param.shape == value.shape
-        assert torch.equal(gathered(param), value)
-
-
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_r12_small_first_dimensions(world_size: int) -> None:
-    run_threads(_small_shapes, world_size)
-
-
-def _decay_groups(model: nn.Module) -> tuple[list[str], list[str]]:
-    named = list(model.named_parameters())
-    return [n for n, p in named if p.ndim >= 2], [n for n, p in named if p.ndim < 2]
-
-
-def _same_decay_groups(comm: Comm) -> None:
-    model: Any = TinyDecoder()
-    before = _decay_groups(model)
-    fully_shard(model, mesh=comm, policy=by_class(DecoderBlock))
-    assert _decay_groups(model) == before
-    assert len(before[1]) == 5  # the norms
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_r11_weight_decay_by_dimensions(world_size: int) -> None:
-    run_threads(_same_decay_groups, world_size)
 
 
 def test_mixed_dtypes_and_frozen_parameters_make_groups() -> None:
@@ -161,37 +114,6 @@ def test_list_of_modules_is_one_unit() -> None:
     (group,) = model[0]._shard_unit.groups
     names = [p.spec.name for p in group.sharded_params]
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
-
-
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 1)
-        self.head = nn.Linear(1, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.embed(tokens))
-        return out
-
-
-def test_tie_within_a_unit_stays_a_tie() -> None:
-    model = fully_shard(_Tied(), mesh=SoloComm())
-    assert model.embed.weight is model.head.weight
-    assert len(list(model.parameters())) == 1
-
-
-def test_tie_across_units_is_named() -> None:
-    model: Any = _Tied()
-    fully_shard(model.embed, mesh=SoloComm())
-    with pytest.raises(ValueError, match=r"head\.weight: tied to weight, .*one unit"):
-        fully_shard(model, mesh=SoloComm())
-
-
-def test_tie_across_planned_units_goes_to_the_unit_above() -> None:
-    model = fully_shard(_Tied(), mesh=SoloComm(), policy=by_name("embed") | by_name("head"))
-    assert not isinstance(model.embed, FSDPModule)
-    assert model.embed.weight is model.head.weight
 
 
 @pytest.mark.parametrize(
@@ -237,7 +159,7 @@ def _cast_after_sharding(comm: Comm) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)).sum().backward()
     optimizer.step()
-    assert gathered(weight).tolist() == [[0.5, 0.0, -0.5]] * 2
+    assert full_value(weight).tolist() == [[0.5, 0.0, -0.5]] * 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -260,9 +182,9 @@ def _state_dict(comm: Comm) -> None:
 
     saved = {k: v.clone() for k, v in state.items()}
     model.load_state_dict(TinyDecoder(seed=2).state_dict())  # full tensors
-    assert torch.equal(gathered(model.head.weight), TinyDecoder(seed=2).head.weight)
+    assert torch.equal(full_value(model.head.weight), TinyDecoder(seed=2).head.weight)
     model.load_state_dict(saved)  # pieces
-    assert torch.equal(gathered(model.head.weight), TinyDecoder(seed=1).head.weight)
+    assert torch.equal(full_value(model.head.weight), TinyDecoder(seed=1).head.weight)
     after = [p.local.data_ptr() for p in model.parameters() if isinstance(p, ShardTensor)]
     assert after == pointers
 
@@ -275,4 +197,4 @@ def test_state_dict_and_load_state_dict(world_size: int) -> None:
 def test_plain_copy_of_a_model_can_be_sharded_twice() -> None:
     model: Any = TinyDecoder()
     a, b = (fully_shard(copy.deepcopy(model), mesh=SoloComm()) for _ in range(2))
-    assert torch.equal(gathered(a.head.weight), gathered(b.head.weight))
+    assert torch.equal(full_value(a.head.weight), full_value(b.head.weight))

@@ -11,147 +11,26 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import shard_fsdp
 from shard_comm import Comm
-from shard_flat import ShardTensor
 from shard_fsdp import MixedPrecisionPolicy
-from shard_fsdp import fully_shard as _fully_shard
-from shard_testing import DecoderBlock, TinyDecoder, run_ranks, run_threads, token_batches
+from shard_testing import (
+    DecoderBlock,
+    Scale,
+    TinyDecoder,
+    full_grad,
+    run_threads,
+    token_batches,
+)
 from shard_wrap import by_class
 
-
-def fully_shard(module: Any, **kwargs: Any) -> Any:
-    """Untyped, since nn.Module cannot say what its attributes are."""
-    return _fully_shard(module, **kwargs)
-
+# Untyped, since nn.Module cannot say what its attributes are.
+fully_shard: Any = shard_fsdp.fully_shard
 
 WORLDS = [1, 2, 3, 4]
 
 
-def full_grad(param: Any) -> torch.Tensor:
-    assert isinstance(param.grad, ShardTensor)
-    return param.grad.full_tensor()
-
-
-class _Scale(nn.Module):
-    """Holds one parameter and multiplies by it."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(value)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x
-
-
-# --- R1: means, not sums ---
-
-
-def _mean_of_ranks(comm: Comm) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        model = fully_shard(_Scale(torch.zeros(4, dtype=dtype)), mesh=comm)
-        (model(torch.ones(4, dtype=dtype)) * (2 * comm.rank + 1)).sum().backward()
-        # ranks contribute 1, 3, 5, ...: their mean is the number of ranks
-        assert full_grad(model.weight).tolist() == [comm.size] * 4
-        assert model.weight.grad is not None
-        assert model.weight.grad.dtype == dtype
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_r1_average_over_threads(world_size: int) -> None:
-    run_threads(_mean_of_ranks, world_size)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_r1_average_over_processes(world_size: int) -> None:
-    run_ranks(_mean_of_ranks, world_size)
-
-
-# --- R2: tied and uneven ---
-
-
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 1)
-        self.head = nn.Linear(1, 5, bias=False)
-        self.head.weight = self.embed.weight
-        nn.init.ones_(self.embed.weight)
-
-    def forward(self) -> torch.Tensor:
-        assert self.embed.weight is self.head.weight
-        return self.embed(torch.arange(5)).sum() + self.head(torch.ones(1)).sum()  # type: ignore[no-any-return]
-
-
-def _tied_step(comm: Comm) -> None:
-    model = fully_shard(_Tied(), mesh=comm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    model().backward()
-    optimizer.step()
-    assert model.embed.weight.detach().full_tensor().flatten().tolist() == [0.5] * 5
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_r2_tied_and_uneven(world_size: int) -> None:
-    run_threads(_tied_step, world_size)
-
-
-def test_r2_tied_and_uneven_over_processes() -> None:
-    run_ranks(_tied_step, 2)
-
-
-# --- R3: tiny parameter in a nested unit ---
-
-
-def _tiny_scale(comm: Comm) -> None:
-    for shape in ((1,), (1, 1)):
-        for reshard in (True, False):
-            inner = fully_shard(_Scale(torch.ones(shape)), mesh=comm, reshard_after_forward=reshard)
-            model = fully_shard(nn.Sequential(inner), mesh=comm, reshard_after_forward=reshard)
-            model(torch.tensor([1.0, 2.0, 3.0])).sum().backward()
-            assert full_grad(inner.weight).tolist() == torch.full(shape, 6.0).tolist()
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_r3_tiny_parameter_in_a_nested_unit(world_size: int) -> None:
-    run_threads(_tiny_scale, world_size)
-
-
-# --- R4: activation checkpointing around and inside units ---
-
-
-class _TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = _Scale(torch.tensor([2.0]))
-        self.second = _Scale(torch.tensor([3.0]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(torch.relu(self.first(x)))
-        return out
-
-
-def _checkpointed_parent(comm: Comm) -> None:
-    for reentrant in (True, False):
-        for both in (False, True):
-            model = _TwoLayers()
-            fully_shard(model.first, mesh=comm)
-            if both:
-                fully_shard(model.second, mesh=comm)
-            x = torch.ones(1, requires_grad=True)
-            product = checkpoint(model, x, use_reentrant=reentrant) * checkpoint(
-                model, x, use_reentrant=reentrant
-            )
-            product.sum().backward()
-            assert product.item() == 36
-            assert full_grad(model.first.weight).item() == 36
-            second = model.second.weight
-            assert second.grad is not None
-            assert (full_grad(second) if both else second.grad).item() == 24
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_r4_checkpointed_parent_sharded_child_two_forwards(world_size: int) -> None:
-    run_threads(_checkpointed_parent, world_size)
+# --- activation checkpointing inside and around units ---
 
 
 class _CheckpointedBlock(DecoderBlock):
@@ -224,91 +103,7 @@ def test_checkpointing_below_and_at_unit_boundaries(world_size: int) -> None:
     run_threads(_checkpoint_around, world_size)
 
 
-# --- R5: ranks that use different parameters ---
-
-
-class _TwoVectors(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(2))
-        self.b = nn.Parameter(torch.ones(2))
-
-    def forward(self, use_a: bool) -> torch.Tensor:
-        return 2 * self.a.sum() if use_a else 4 * self.b.sum()
-
-
-def _different_parameters(comm: Comm) -> None:
-    model = fully_shard(_TwoVectors(), mesh=comm)
-    model.set_reduce_scatter_unused_params(True)
-    model(comm.rank == 0).backward()
-    assert full_grad(model.a).tolist() == [1.0, 1.0]
-    assert full_grad(model.b).tolist() == [2.0, 2.0]
-
-
-def _different_parameters_refused(comm: Comm) -> str:
-    model = fully_shard(_TwoVectors(), mesh=comm)
-    with pytest.raises(RuntimeError, match="a gradient on some ranks only") as caught:
-        model(comm.rank == 0).backward()
-    model.zero_grad()
-    model(True).backward()  # the module stays usable
-    assert full_grad(model.a).tolist() == [2.0, 2.0]
-    assert model.b.grad is None
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("run", [run_threads, run_ranks])
-def test_r5_ranks_use_different_parameters(run: Callable[..., list[Any]]) -> None:
-    run(_different_parameters, 2)
-    for message in run(_different_parameters_refused, 2):
-        assert "a (1 of 2 ranks), b (1 of 2 ranks)" in message
-        assert "set_reduce_scatter_unused_params(True)" in message
-
-
-# --- R6, custom outputs: where outputs go ---
-
-
-class _Squeezing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.linear(x).squeeze(0)
-        return out
-
-
-class _AddsInPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _Squeezing()
-        self.outer = nn.Linear(3, 3, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
-        y += 1
-        out: torch.Tensor = self.outer(y * y)
-        return out
-
-
-def _view_outputs(comm: Comm) -> None:
-    weight = torch.tensor([[1.0, 2.0, -3.0], [0.5, -1.0, 2.0], [3.0, 1.0, 1.0]])
-    for leaf in (True, False):
-        plain, model = _AddsInPlace(), _AddsInPlace()
-        for each in (plain, model):
-            each.load_state_dict({"inner.linear.weight": weight, "outer.weight": weight.t()})
-        fully_shard(model.inner, mesh=comm)
-        fully_shard(model, mesh=comm, reshard_after_forward=True)
-        x = torch.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
-        plain(x if leaf else x * 1).sum().backward()
-        model(x if leaf else x * 1).sum().backward()
-        for want, got in zip(plain.parameters(), model.parameters(), strict=True):
-            assert want.grad is not None
-            torch.testing.assert_close(full_grad(got), want.grad)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_r6_view_outputs_changed_in_place(world_size: int) -> None:
-    run_threads(_view_outputs, world_size)
+# --- where outputs go ---
 
 
 class _Opaque:
@@ -363,13 +158,13 @@ def test_outputs_in_containers_and_unknown_objects(world_size: int) -> None:
 
 def _shared_layer(comm: Comm) -> None:
     """w * (w * x): d/dw = 2 w x = 12 at w = 2, x = 3."""
-    layer = fully_shard(_Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
+    layer = fully_shard(Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
     layer(layer(torch.tensor([3.0], requires_grad=True))).sum().backward()
     assert full_grad(layer.weight).item() == 12
 
 
 def _two_forwards_two_backwards(comm: Comm) -> None:
-    layer = fully_shard(_Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
+    layer = fully_shard(Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
     first = layer(torch.tensor([3.0], requires_grad=True))
     second = layer(torch.tensor([5.0], requires_grad=True))
     first.sum().backward()
@@ -379,7 +174,7 @@ def _two_forwards_two_backwards(comm: Comm) -> None:
 
 
 def _retained_graph(comm: Comm) -> None:
-    layer = fully_shard(_Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
+    layer = fully_shard(Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
     model = fully_shard(nn.Sequential(layer), mesh=comm, reshard_after_forward=True)
     out = model(torch.tensor([3.0], requires_grad=True)).square().sum()  # 2 w x x = 36
     out.backward(retain_graph=True)
@@ -389,7 +184,7 @@ def _retained_graph(comm: Comm) -> None:
 
 
 def _two_losses(comm: Comm) -> None:
-    layer = fully_shard(_Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
+    layer = fully_shard(Scale(torch.tensor([2.0])), mesh=comm, reshard_after_forward=True)
     out = layer(torch.tensor([3.0]))
     (out.sum() + (out * 10).sum()).backward()
     assert full_grad(layer.weight).item() == 33
@@ -407,7 +202,7 @@ def test_repeated_calls(check: Callable[[Comm], None], world_size: int) -> None:
 
 
 def _accumulation(comm: Comm) -> None:
-    layer = fully_shard(_Scale(torch.tensor([1.0, 1.0])), mesh=comm)
+    layer = fully_shard(Scale(torch.tensor([1.0, 1.0])), mesh=comm)
     x = torch.full((2,), float(comm.rank + 1))
     layer.set_requires_gradient_sync(False)
     layer(x).sum().backward()
@@ -427,7 +222,7 @@ def test_accumulation_with_and_without_sync(world_size: int) -> None:
 
 
 def _divide_factor(comm: Comm) -> None:
-    layer = fully_shard(_Scale(torch.tensor([1.0])), mesh=comm)
+    layer = fully_shard(Scale(torch.tensor([1.0])), mesh=comm)
     layer.set_gradient_divide_factor(1.0)
     layer(torch.tensor([3.0])).sum().backward()
     assert full_grad(layer.weight).item() == 3 * comm.size
@@ -448,7 +243,7 @@ def test_divide_factor(world_size: int) -> None:
 
 
 def _frozen(comm: Comm) -> None:
-    model = nn.Sequential(_Scale(torch.tensor([2.0])), _Scale(torch.tensor([3.0])))
+    model = nn.Sequential(Scale(torch.tensor([2.0])), Scale(torch.tensor([3.0])))
     model[0].weight.requires_grad_(False)
     fully_shard(model, mesh=comm)
     model(torch.tensor([5.0])).sum().backward()
@@ -463,6 +258,16 @@ def _frozen(comm: Comm) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_frozen_and_unfrozen(world_size: int) -> None:
     run_threads(_frozen, world_size)
+
+
+class _TwoVectors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2))
+        self.b = nn.Parameter(torch.ones(2))
+
+    def forward(self, use_a: bool) -> torch.Tensor:
+        return 2 * self.a.sum() if use_a else 4 * self.b.sum()
 
 
 def _unused(comm: Comm) -> None:
@@ -482,7 +287,7 @@ def test_parameter_that_no_rank_uses_has_no_gradient(world_size: int) -> None:
 
 def _mixed_precision(comm: Comm) -> None:
     seen: list[torch.dtype] = []
-    layer = _Scale(torch.tensor([1.0, 1.0]))
+    layer = Scale(torch.tensor([1.0, 1.0]))
     layer.register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
     layer.register_forward_pre_hook(lambda m, args: seen.append(m.weight.dtype))
     policy = MixedPrecisionPolicy(
@@ -507,7 +312,7 @@ def test_mixed_precision(world_size: int) -> None:
 
 def _reduces_in_float32(comm: Comm) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layer = fully_shard(_Scale(torch.ones(1)), mesh=comm, mp_policy=policy)
+    layer = fully_shard(Scale(torch.ones(1)), mesh=comm, mp_policy=policy)
     # 256 and 1 add up to 257, which bf16 rounds to 256
     (layer(torch.ones(1)) * (256 if comm.rank == 0 else 1)).sum().backward()
     assert full_grad(layer.weight).item() == 257 / 2
@@ -521,13 +326,38 @@ def test_sum_is_taken_in_the_reduction_dtype() -> None:
 
 
 def _user_hooks(comm: Comm) -> None:
-    layer = fully_shard(_Scale(torch.ones(2)), mesh=comm)
+    layer = fully_shard(Scale(torch.ones(2)), mesh=comm)
     seen: list[list[float]] = []
     layer.weight.register_post_accumulate_grad_hook(
         lambda p: seen.append(p.grad.full_tensor().tolist())
     )
     (layer(torch.ones(2)) * (comm.rank + 1)).sum().backward()
     assert seen == [[(comm.size + 1) / 2] * 2]
+
+
+def _hook_on_a_sharded_parameter(comm: Comm) -> None:
+    model = fully_shard(nn.Linear(2, 3, bias=False), mesh=comm)
+    seen = []
+
+    def double(grad: torch.Tensor) -> torch.Tensor:
+        seen.append(grad.full_tensor().tolist())  # type: ignore[attr-defined]
+        return grad * 2
+
+    handle = model.weight.register_hook(double)
+    for _ in range(2):
+        model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
+    mean = (comm.size + 1) / 2
+    assert seen == [[[mean, mean]] * 3] * 2  # the reduced gradient of each backward, not the sum
+    assert model.weight.grad.full_tensor().tolist() == [[4 * mean, 4 * mean]] * 3
+    handle.remove()
+    model.weight.register_hook(lambda grad: torch.zeros(3, 2))
+    with pytest.raises(TypeError, match=r"weight: expected a hook to return None or a ShardTensor"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_hook_on_a_sharded_parameter(world_size: int) -> None:
+    run_threads(_hook_on_a_sharded_parameter, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from shard_comm import Comm, SoloComm
 from shard_flat import ShardTensor
 from shard_fsdp import fully_shard, materialize
-from shard_testing import DecoderBlock, TinyDecoder, run_threads, token_batches
+from shard_testing import DecoderBlock, TinyDecoder, full_value, run_threads, token_batches
 from shard_wrap import by_class
 
 
@@ -30,11 +29,7 @@ def _on_meta() -> Any:
 
 
 def _full(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, param in model.named_parameters():
-        assert isinstance(param, ShardTensor)
-        found[name] = param.full_tensor().detach()
-    return found
+    return {name: full_value(param) for name, param in model.named_parameters()}
 
 
 def _materialized(comm: Comm) -> dict[str, torch.Tensor]:
@@ -146,19 +141,20 @@ def _reset_parameters(comm: Comm) -> None:
     """torch's recipe: shard on meta, to_empty, then every module's own initialisation."""
     with torch.device("meta"):
         model: Any = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
+        plain: Any = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
     fully_shard(model, mesh=comm)
-    model.to_empty(device="cpu")
-    plain: Any = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
     for each in (plain, model):
+        each.to_empty(device="cpu")
         for part in each:
-            with _drawing:  # threads share torch's generator, processes do not
-                torch.manual_seed(7)
-                part.reset_parameters()
+            # Ranks that are threads share torch's generator, so one draws while the others wait.
+            for turn in range(comm.size):
+                if turn == comm.rank:
+                    torch.manual_seed(7)
+                    part.reset_parameters()
+                comm.barrier()
     for want, got in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(got.full_tensor(), want)
-
-
-_drawing = threading.Lock()
+        assert torch.equal(full_value(got), want)
+    assert plain[0].weight.abs().sum() > 0
 
 
 def _wrong_shape(comm: Comm) -> None:

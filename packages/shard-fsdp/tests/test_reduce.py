@@ -26,6 +26,7 @@ def _make(comm: Comm, settings: UnitSettings, dtype: torch.dtype = torch.float32
         comm=comm,
         replicas=None,
         mesh=None,
+        dp_dims=(),
         device=comm.device,
         pin_memory=False,
         mp_policy=MixedPrecisionPolicy(),
@@ -37,7 +38,7 @@ def _make(comm: Comm, settings: UnitSettings, dtype: torch.dtype = torch.float32
 
 def _full_grads(reducer: GradReducer) -> list[list[float] | None]:
     grads = []
-    for param in reducer._params:
+    for param in reducer._handout.params:
         assert param.grad is None or isinstance(param.grad, ShardTensor)
         grads.append(None if param.grad is None else param.grad.full_tensor().flatten().tolist())
     return grads
@@ -68,13 +69,12 @@ def _buffer_is_freed(comm: Comm) -> None:
     reducer = _make(comm, UnitSettings())
     reducer.receive(0, torch.ones(3))
     assert reducer._buffer is not None
-    assert reducer._buffer.allocated
     reducer.launch()
     reducer.finish()
-    assert not reducer._buffer.allocated
+    assert reducer._buffer is None
     reducer.receive(0, torch.ones(3))
     reducer.discard()
-    assert not reducer._buffer.allocated
+    assert reducer._buffer is None
     assert reducer.arrived == [False, False]
 
 
@@ -106,3 +106,24 @@ def _reduce_dtype(comm: Comm) -> None:
 
 def test_wire_has_the_reduction_dtype() -> None:
     run_threads(_reduce_dtype, 2)
+
+
+def _half(comm: Comm) -> None:
+    """Eight numbers of 30000 do not fit into a float16 sum, though their mean does."""
+    reducer = _make(comm, UnitSettings(), torch.float16)
+    for _ in range(2):
+        reducer.receive(0, torch.full((3,), 15000.0, dtype=torch.float16))
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer)[0] == [30000.0] * 3
+    tiny = torch.tensor([6e-8, 2.0**-14, 1.0], dtype=torch.float16)
+    reducer = _make(comm, UnitSettings(divide_factor=1.0), torch.float16)
+    reducer.receive(0, tiny)  # nothing is divided, so nothing is scaled
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer)[0] == [comm.size * t for t in tiny.tolist()]
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_float16_sums_do_not_overflow(world_size: int) -> None:
+    run_threads(_half, world_size)

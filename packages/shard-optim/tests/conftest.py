@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shard_comm import Comm
-from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
+from shard_flat import ParamSpec, ShardTensor, plan_layout
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
@@ -28,15 +28,7 @@ def make_params() -> MakeParams:
         for i, (full, piece) in enumerate(zip(fulls, layout.pieces(comm.rank), strict=True)):
             local = shard[piece.offset : piece.offset + piece.numel]
             local.copy_(full.reshape(-1)[piece.start : piece.stop])
-            spec = ShardSpec(
-                piece.spec.name,
-                piece.spec.shape,
-                piece.start,
-                piece.stop,
-                layout.starts[i],
-                layout.shard_numel,
-            )
-            param = nn.Parameter(ShardTensor(local, spec, comm=comm))
+            param = nn.Parameter(ShardTensor(local, layout.shard_spec(comm.rank, i), comm=comm))
             assert isinstance(param, ShardTensor)
             params.append(param)
         return params

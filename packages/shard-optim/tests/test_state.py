@@ -18,7 +18,7 @@ from shard_testing import run_threads
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
 
-worlds = pytest.mark.parametrize("world_size", [1, 2, 3])
+worlds = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
 def gathered(value: torch.Tensor) -> torch.Tensor:
@@ -116,6 +116,32 @@ def test_o3_frozen_after_training(
 
 
 @worlds
+def test_templates_hold_frozen_parameters_that_are_named(
+    make_params: MakeParams, world_size: int
+) -> None:
+    def rank(comm: Comm) -> None:
+        for names, expected in (
+            (True, ["p2"]),
+            ((), ["p2"]),
+            (["p0", "elsewhere"], ["p0", "p2"]),
+            ({"p0", "p1", "p2"}, ["p0", "p1", "p2"]),
+            (False, []),
+        ):
+            params = make_params(comm, [torch.ones(5), torch.ones(4), torch.ones(3)])
+            for param in params[:2]:
+                param.requires_grad_(False)
+            optimizer = AdamW(params)
+            template = optimizer.state_dict(allocate=names)
+            assert sorted(template["state"]) == expected
+            assert all(float(own["step"]) == 0 for own in template["state"].values())
+        with pytest.raises(TypeError, match="expected a collection of names, got 'p0'"):
+            optimizer.state_dict(allocate="p0")
+        assert not optimizer.state
+
+    run_threads(rank, world_size)
+
+
+@worlds
 def test_o4_one_empty_group_among_several(make_params: MakeParams, world_size: int) -> None:
     def rank(comm: Comm) -> list[tuple[Any, ...]]:
         first, last = make_params(comm, [torch.ones(5), torch.ones(4)])
@@ -201,11 +227,14 @@ def test_filling_a_fresh_optimizer_in_place_resumes(
 ) -> None:
     """What a checkpoint does: allocate, write into the tensors, step; the same bits go on."""
 
+    torch.manual_seed(0)
+    fulls = [torch.randn(37), torch.randn(3, 5), torch.randn(())]
+    grads: list[list[torch.Tensor | None]] = [
+        [torch.randn(full.shape) for full in fulls] for _ in range(6)
+    ]
+    grads[1][1] = None
+
     def rank(comm: Comm) -> None:
-        torch.manual_seed(0)
-        fulls = [torch.randn(37), torch.randn(3, 5), torch.randn(())]
-        grads = [[torch.randn(f.shape) for f in fulls] for _ in range(6)]
-        grads[1][1] = None  # type: ignore[call-overload]
         params = make_params(comm, fulls)
         optimizer = AdamW(params, lr=0.1)
         for step in grads[:3]:

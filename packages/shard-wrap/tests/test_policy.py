@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,13 @@ def test_class_takes_subclasses() -> None:
 )
 def test_name_pattern(pattern: str, expected: set[str]) -> None:
     assert selected(by_name(pattern)) == expected
+
+
+def test_a_compiled_module_stands_for_the_one_inside() -> None:
+    model = Model()
+    compiled: Any = torch.compile(model.layers[0], backend="eager")
+    model.layers[0] = compiled
+    assert selected(by_class(Block), model) == {"layers.0", "layers.1"}
 
 
 def test_size_worked_example() -> None:

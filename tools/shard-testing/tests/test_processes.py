@@ -1,4 +1,3 @@
-# ruff: noqa: D100, D103
 from __future__ import annotations
 
 import os
@@ -11,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shard_comm import Comm, GroupComm
+from shard_comm import Comm, SharedMemoryComm
 from shard_testing import run_ranks
 
 
 def report(comm: Comm, word: str, tensor: torch.Tensor) -> tuple[int, int, str, float, int]:
-    assert isinstance(comm, GroupComm)
+    assert isinstance(comm, SharedMemoryComm)
     total = tensor * (comm.rank + 1)
     comm.all_reduce(total)
     return comm.rank, comm.size, word, total.item(), torch.get_num_threads()

@@ -83,7 +83,7 @@ def lay_out(entries: Iterable[Entry], origin: Origin) -> list[SectionFile]:
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
         number = storages.setdefault(storage, len(storages))
         size = tensor.element_size()
-        at = int(tensor.storage_offset()) * size + (entry.start - entry.leaf.start) * size
+        at = (int(tensor.storage_offset()) + entry.at) * size
         sections.setdefault(entry.leaf.section, []).append(((-size, number, at), entry))
     result = []
     for section, keyed in sorted(sections.items()):
@@ -121,8 +121,8 @@ def write_section(folder: Path, layout: SectionFile) -> FileRecord:
 
 def _pieces(entries: Sequence[Entry]) -> Iterator[torch.Tensor]:
     for entry in entries:
-        first = entry.leaf.start
-        yield flat_range(entry.leaf.tensor, start=entry.start - first, stop=entry.stop - first)
+        last = entry.at + entry.stop - entry.start
+        yield flat_range(entry.leaf.tensor, start=entry.at, stop=last)
 
 
 def _lay_out_section(section: str, entries: Sequence[Entry], origin: Origin) -> SectionFile:

@@ -34,20 +34,23 @@ class Target:
 
     def reads(self) -> Iterator[Read]:
         """Yield where the elements that this rank holds lie. Local."""
-        start, stop, size = self.leaf.start, self.leaf.stop, self.record.itemsize
         ranges = self.record.ranges
         if self.record.numel == 0:  # nothing to read, but the file must be there
             yield from (Read(part.file, part.offset, 0, self, 0) for part in ranges)
             return
-        if start == stop:
-            return
+        for start, stop, at in self.leaf.runs(0, self.leaf.stop - self.leaf.start):
+            if start < stop:
+                yield from self._reads_of(start, stop, at)
+
+    def _reads_of(self, start: int, stop: int, at: int) -> Iterator[Read]:
+        ranges, size = self.record.ranges, self.record.itemsize
         first = bisect_right(ranges, start, key=_range_stop)
         for part in ranges[first:]:
             if part.start >= stop:
                 return
             low, high = max(part.start, start), min(part.stop, stop)
             offset = part.offset + (low - part.start) * size
-            yield Read(part.file, offset, (high - low) * size, self, low - start)
+            yield Read(part.file, offset, (high - low) * size, self, at + low - start)
 
 
 class Read(NamedTuple):

@@ -25,12 +25,14 @@ class Entry:
         leaf: the tensor.
         start: first element of the flattened tensor.
         stop: one past the last.
+        at: which element of the leaf's own tensor the first of them is.
         ties: other tensors of the state that are the same memory.
     """
 
     leaf: Leaf
     start: int
     stop: int
+    at: int
     ties: tuple[Leaf, ...] = ()
 
     @property
@@ -65,7 +67,13 @@ class Holdings:
         """Per number of shards: equal on ranks that hold the same pieces. Local."""
         return {
             shards: digest_of(
-                [leaf.section, leaf.name, leaf.start, leaf.stop, [t.id for t in self.ties_of(leaf)]]
+                [
+                    *leaf.id,
+                    leaf.start,
+                    leaf.stop,
+                    leaf.outer and leaf.outer.offsets,
+                    [t.id for t in self.ties_of(leaf)],
+                ]
                 for leaf in leaves
             )
             for shards, leaves in self.pieces.items()
@@ -119,12 +127,15 @@ def plan_entries(
     whole = holdings.whole
     sizes = [(leaf.numel, leaf.tensor.element_size()) for leaf in whole]
     entries = [
-        Entry(whole[at], start, stop, holdings.ties_of(whole[at]))
+        Entry(whole[at], start, stop, start, holdings.ties_of(whole[at]))
         for at, start, stop in deal(sizes, rank=rank, world_size=world_size)
     ]
     for shards, leaves in holdings.pieces.items():
-        for leaf, start, stop in _own_part(leaves, shares[shards]):
-            entries.append(Entry(leaf, start, stop, holdings.ties_of(leaf)))
+        for leaf, first, last in _own_part(leaves, shares[shards]):
+            ties = holdings.ties_of(leaf)
+            entries.extend(
+                Entry(leaf, start, stop, at, ties) for start, stop, at in leaf.runs(first, last)
+            )
     return entries
 
 
@@ -174,7 +185,10 @@ def _cut(numel: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def _own_part(leaves: Sequence[Leaf], share: Share) -> list[tuple[Leaf, int, int]]:
-    """Cut the bytes of all pieces, laid end to end, into equal parts on element boundaries."""
+    """Cut the bytes of all pieces, laid end to end, into equal parts on element boundaries.
+
+    Elements count from the beginning of each piece.
+    """
     total = sum(leaf.tensor.numel() * leaf.tensor.element_size() for leaf in leaves)
     low, high = _cut(total, share.index, share.count)
     result = []
@@ -184,7 +198,7 @@ def _own_part(leaves: Sequence[Leaf], share: Share) -> list[tuple[Leaf, int, int
         first = min(max(-(-(low - at) // size), 0), numel)
         last = min(max(-(-(high - at) // size), 0), numel)
         if first < last:
-            result.append((leaf, leaf.start + first, leaf.start + last))
+            result.append((leaf, first, last))
         at += size * numel
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from shard_ckpt._dtypes import dtype_name
 from shard_ckpt._header import METADATA_KEY
 from shard_ckpt._memory import is_flat
 from shard_ckpt._values import PerRank, PerRankRef, TensorRef
-from shard_flat import ShardTensor
+from shard_flat import Outer, ShardTensor
 
 _MAX_SECTION_BYTES = 160
 
@@ -32,6 +32,7 @@ class Leaf:
         stop: one past the last.
         shards: over how many ranks it is cut; None where every rank has it whole.
         source: the tensor that the state holds.
+        outer: the DTensor whose flattened local part ``start`` and ``stop`` count in, if any.
     """
 
     section: str
@@ -42,6 +43,7 @@ class Leaf:
     stop: int
     shards: int | None
     source: torch.Tensor
+    outer: Outer | None = None
 
     @property
     def id(self) -> tuple[str, str]:
@@ -58,6 +60,21 @@ class Leaf:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
+    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Yield where elements ``[first, last)`` of ``tensor`` lie in the whole one. Local.
+
+        Returns:
+            ``(start, stop, at)``: the elements ``[start, stop)`` of the flattened whole tensor are
+            those of ``tensor`` from ``at`` on.
+        """
+        if self.outer is None:
+            yield self.start + first, self.start + last, first
+            return
+        at = first
+        for start, stop in self.outer.runs(self.start + first, self.start + last):
+            yield start, stop, at
+            at += stop - start
+
     @property
     def dtype(self) -> str:
         """Its dtype as safetensors spells it."""
@@ -73,6 +90,8 @@ class Leaf:
         if tensor.numel() == 0:
             return None
         where = (tensor.device, tensor.data_ptr(), tensor.dtype, self.start, self.stop, self.numel)
+        if self.outer is not None:
+            return (*where, self.shards, self.outer.offsets)
         if is_flat(tensor):
             return (*where, self.shards)
         return (*where, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -193,9 +212,16 @@ def _leaf(tensor: torch.Tensor, section: str, name: str) -> Leaf:
     label = f"{section}: {name}"
     if isinstance(tensor, ShardTensor):
         spec = tensor.spec
-        local = tensor.local.detach()
         leaf = Leaf(
-            section, name, local, spec.shape, spec.start, spec.stop, tensor.comm.size, tensor
+            section,
+            name,
+            tensor=tensor.local.detach(),
+            shape=spec.global_shape,
+            start=spec.start,
+            stop=spec.stop,
+            shards=math.prod(comm.size for comm in tensor.comms),
+            source=tensor,
+            outer=spec.outer,
         )
     elif isinstance(tensor, DTensor):
         raise TypeError(

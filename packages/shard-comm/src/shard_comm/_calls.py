@@ -48,8 +48,13 @@ def describe(op: str, tensor: torch.Tensor | None = None) -> str:
     what = f"{op}()"
     if tensor is not None:
         what = f"{op} of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"
+    return what + noted_suffix()
+
+
+def noted_suffix() -> str:
+    """Return what was noted as it follows a call, as in ``" (mean) for norm"``. Local."""
     name, detail = _note.get()
-    return f"{what}{f' ({detail})' if detail else ''}{f' for {name}' if name else ''}"
+    return f"{f' ({detail})' if detail else ''}{f' for {name}' if name else ''}"
 
 
 def listed(ranks: list[int], *, most: int = 16) -> str:

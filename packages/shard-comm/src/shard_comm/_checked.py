@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 import torch
 
-from shard_comm._calls import describe, listed, noted_anew, noted_name
+from shard_comm._call_entry import CallEntry
+from shard_comm._calls import listed, noted, noted_anew
 from shard_comm._comm import Comm, Work
+from shard_comm._shared_array import SharedArray
 
 KEPT = 64
 
 logger = logging.getLogger("shard_comm")
-
-
-@dataclass
-class CallEntry:
-    """One call of a ``Checked`` comm.
-
-    Attributes:
-        number: its place among this rank's calls, from 1.
-        call: what was called, in words, as in ``"reduce_scatter sum of 8 bfloat16 for layers.7"``.
-        op: the operation.
-        name: the caller's name for what is moved.
-        numel: elements of the input; 0 without a tensor.
-        dtype: of the input; None without a tensor.
-        nbytes: bytes of the input.
-        seconds: from the call to the end of its wait, or so far.
-        state: ``"checking"`` while ranks compare, ``"running"``, ``"done"`` or ``"failed"``.
-    """
-
-    number: int
-    call: str
-    op: str
-    name: str
-    numel: int
-    dtype: torch.dtype | None
-    nbytes: int
-    seconds: float = 0.0
-    state: str = "checking"
-    _began: float = field(default_factory=time.monotonic, repr=False, compare=False)
-
-    def turn(self, state: str) -> None:
-        """Note a new state and the seconds so far. Local."""
-        self.seconds, self.state = time.monotonic() - self._began, state
-
-    def __str__(self) -> str:
-        return (
-            f"{self.number}: {self.call}, {self.nbytes} bytes, {self.state}, {self.seconds:.3f} s"
-        )
 
 
 class _DifferentCallsError(RuntimeError):
@@ -71,6 +34,9 @@ class Checked(Comm):
     come is found by the exchange itself, with the same timeout. A call returns only when all ranks
     have made it, so nothing is launched ahead of a slower rank, and on an accelerator the host
     waits for the exchange: for finding faults, not for the fastest step.
+
+    Publishing a shared array is compared like a collective. A claim is kept and not compared: a
+    rank whose slice has not changed makes none.
 
     The last 64 calls are kept. They are logged when a call fails: those of all ranks, by rank 0,
     where ranks differ, and each rank's own where one of them is missing.
@@ -189,6 +155,17 @@ class Checked(Comm):
 
         return self._run("all_reduce sum", flat, timeout_s, go)
 
+    def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray | None:
+        arrays: list[SharedArray | None] = []
+
+        def go() -> Work:
+            arrays.append(self.inner._shared(numel, dtype, name))
+            return Work()
+
+        self._run("shared", torch.empty(numel, dtype=dtype, device="meta"), None, go).wait()
+        array = arrays[0]
+        return None if array is None else _CheckedArray(array, self)
+
     def _run(
         self,
         op: str,
@@ -198,16 +175,7 @@ class Checked(Comm):
     ) -> Work:
         """Compare, then let ``go`` launch the collective, and keep an account of it."""
         self._calls += 1
-        entry = CallEntry(
-            number=self._calls,
-            call=describe(op, tensor),
-            op=op,
-            name=noted_name(),
-            numel=0 if tensor is None else tensor.numel(),
-            dtype=None if tensor is None else tensor.dtype,
-            nbytes=0 if tensor is None else tensor.nbytes,
-        )
-        self._kept.append(entry)
+        entry = self._enter(op, tensor)
 
         with self._accounting(entry):
             self._compare(entry, timeout_s)
@@ -220,6 +188,11 @@ class Checked(Comm):
             entry.turn("done")
 
         return Work(finish)
+
+    def _enter(self, op: str, tensor: torch.Tensor | None) -> CallEntry:
+        entry = CallEntry.of(self._calls, op, tensor)
+        self._kept.append(entry)
+        return entry
 
     @contextmanager
     def _accounting(self, entry: CallEntry) -> Iterator[None]:
@@ -263,3 +236,31 @@ class Checked(Comm):
         for rank, entries in enumerate(told, first):
             lines = "\n".join(f"  {entry}" for entry in entries)
             logger.error("the last calls of rank %d of %d:\n%s", rank, self.size, lines)
+
+
+class _CheckedArray(SharedArray):
+    """A shared array whose publications are compared and whose claims are kept."""
+
+    def __init__(self, array: SharedArray, comm: Checked) -> None:
+        super().__init__(array.data, comm.rank, comm.size, name=array.name)
+        self._array = array
+        self._comm = comm
+
+    def claim(self, *, timeout_s: float | None = None) -> None:
+        self._comm._limit_s("claim", timeout_s)
+        with noted(self.name):
+            entry = self._comm._enter("claim", self.data)
+        with self._comm._accounting(entry):
+            entry.turn("running")
+            self._array.claim(timeout_s=timeout_s)
+        entry.turn("done")
+
+    def publish(self, *, timeout_s: float | None = None) -> Work:
+        self._comm._limit_s("publish", timeout_s)
+        with noted(self.name):
+            return self._comm._run(
+                "publish", self.data, timeout_s, lambda: self._array.publish(timeout_s=timeout_s)
+            )
+
+    def release(self) -> None:
+        self._array.release()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shard_comm._calls import noted
 from shard_comm._reduction import Reduction
 from shard_comm._tree import tree_sum_wide
+
+if TYPE_CHECKING:
+    from shard_comm._shared_array import SharedArray
 
 
 class Work:
@@ -33,14 +37,14 @@ class Work:
         """
         if self._error is not None:
             raise self._error
-        finish, self._finish = self._finish, None
-        if finish is not None:
+        if self._finish is not None:  # an interrupted wait is no result: the next one waits again
             try:
                 with torch.no_grad():
-                    finish()
+                    self._finish()
             except Exception as error:
-                self._error = error
+                self._error, self._finish = error, None
                 raise
+            self._finish = None
 
 
 class Comm(ABC):
@@ -57,9 +61,11 @@ class Comm(ABC):
         device: where tensors must live.
         timeout_s: seconds after which a wait raises.
         closed: whether ``close()`` was called.
+        process_group: torch.distributed's, of the same ranks, if the comm was made from one.
     """
 
     closed = False
+    process_group: dist.ProcessGroup | None = None
 
     def __init__(self, rank: int, size: int, *, device: torch.device, timeout_s: float) -> None:
         if not 0 <= rank < size:
@@ -77,7 +83,7 @@ class Comm(ABC):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory ``[numel]`` that the transport moves without staging.
 
-        The tensor has a storage of its own that may be resized. Local.
+        The tensor has a storage of its own; drop it to give the memory back. Local.
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
@@ -87,6 +93,29 @@ class Comm(ABC):
         Calling it again does nothing. A wrapper closes the comm inside.
         """
         self.closed = True
+
+    def shared(self, numel: int, dtype: torch.dtype, *, name: str = "") -> SharedArray | None:
+        """Return one array that all ranks map; None where the transport has none.
+
+        Args:
+            numel: elements of the whole array, a multiple of the number of ranks.
+            dtype: of the elements.
+            name: what messages call the array.
+
+        Raises:
+            ValueError: ``numel`` is not divisible, or below the number of ranks.
+            RuntimeError: ranks ask for different arrays, or the comm is closed.
+
+        **Collective**. **Memory**: one copy for the whole group, until the last rank drops it.
+        """
+        self._check_open("shared")
+        if numel < self.size or numel % self.size:
+            raise ValueError(
+                f"shared{' ' if name else ''}{name}: expected a positive multiple of {self.size} "
+                f"elements, got {numel} (rank {self.rank} of {self.size})"
+            )
+        with noted(name):
+            return self._shared(numel, dtype, name)
 
     @torch.no_grad()
     def all_gather(
@@ -149,7 +178,8 @@ class Comm(ABC):
                 overlap; nothing was sent.
             RuntimeError: a rank did not arrive in time, or the comm is closed.
 
-        **Memory**: with a ``sum_dtype``, a second buffer of ``inp``'s size while it runs.
+        **Memory**: with a ``sum_dtype``, a second buffer of ``inp``'s size while it runs; where
+        ranks share memory, none.
         """
         numel = out.numel() * self.size
         self._check("reduce_scatter", inp, out, out_numel=numel, timeout_s=timeout_s, mixed=True)
@@ -192,8 +222,8 @@ class Comm(ABC):
             ValueError: the tensor, ``op`` or the timeout does not fit; nothing was sent.
             RuntimeError: a rank did not arrive in time, or the comm is closed.
 
-        **Memory**: with a ``sum_dtype``, ``size`` times the tensor's while it runs: keep to small
-        tensors there.
+        **Memory**: with a ``sum_dtype``, ``size`` times the tensor's while it runs (where ranks
+        share memory, none): keep to small tensors there.
         """
         self._check("all_reduce", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
         how = Reduction(op, sum_dtype, self.size)
@@ -335,7 +365,7 @@ class Comm(ABC):
 
         def finish() -> None:
             arriving.wait()
-            tree_sum_wide(received.view(self.size, -1), out.view(-1), divisor=divisor)
+            tree_sum_wide(received.view(self.size, -1).unbind(), out.view(-1), divisor=divisor)
 
         return Work(finish)
 
@@ -348,9 +378,12 @@ class Comm(ABC):
 
         def finish() -> None:
             arriving.wait()
-            tree_sum_wide(received.view(self.size, -1), out, divisor=divisor)
+            tree_sum_wide(received.view(self.size, -1).unbind(), out, divisor=divisor)
 
         return Work(finish)
+
+    def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray | None:
+        return None
 
     @staticmethod
     def _end(work: Work, async_op: bool) -> Work:

@@ -68,7 +68,7 @@ class GroupComm(Comm):
             )
         world = dist.group.WORLD
         assert world is not None
-        self.group = group if group is not None else world
+        self.process_group = self.group = group if group is not None else world
         rank = dist.get_rank(self.group)
         if rank < 0:
             raise ValueError("this process is not part of the group")

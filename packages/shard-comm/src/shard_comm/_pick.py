@@ -12,19 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_comm._comm import Comm
 from shard_comm._group import GroupComm, backends_of
+from shard_comm._shared_file import NoSharedMemoryError, host_name
+from shard_comm._shared_memory import SharedMemoryComm
 from shard_comm._solo import SoloComm
 from shard_comm._staged import HostStaged
 
 logger = logging.getLogger("shard_comm")
 
 # A comm holds its group, so a group lives no longer than the last comm of it.
-_comms: WeakValueDictionary[tuple[dist.ProcessGroup, torch.device], Comm] = WeakValueDictionary()
+_Key = tuple[dist.ProcessGroup, torch.device, bool]
+_comms: WeakValueDictionary[_Key, Comm] = WeakValueDictionary()
 
 
 def comm_for(
     mesh_or_group: Comm | DeviceMesh | dist.ProcessGroup | None = None,
     *,
     device: torch.device | str | None = None,
+    shared_memory: bool = True,
 ) -> Comm:
     """Return the comm for a mesh, a process group, or the whole world.
 
@@ -32,10 +36,12 @@ def comm_for(
         mesh_or_group: a comm (returned as it is), a 1-D mesh, a process group, or None for the
             default group. Without an initialised default group, None is one rank.
         device: where tensors live; by default what the group's backend serves.
+        shared_memory: whether ranks of one host may use their memory; the same on all ranks.
 
     Returns:
-        A SoloComm for one rank, else a GroupComm, through host memory where the backend does not
-        serve the device. The same group gives the same comm.
+        A SoloComm for one rank; a SharedMemoryComm for CPU tensors where all ranks are on one
+        host and can open memory of one another; else a GroupComm, through host memory where the
+        backend does not serve the device. The same group gives the same comm.
 
     Raises:
         ValueError: the mesh has more than one dimension, or this process is not part of the mesh
@@ -44,7 +50,8 @@ def comm_for(
             environment says that there are several ranks.
         TypeError: something else was given.
 
-    **Collective**: local.
+    **Collective**: the first call for a group and the CPU, where the ranks find out whether
+    they share a host. All else is local.
     """
     if isinstance(mesh_or_group, Comm):
         return mesh_or_group
@@ -83,15 +90,30 @@ def comm_for(
     place = _with_index(device or ("cuda" if backends.get("cuda") == "nccl" else "cpu"))
     if dist.get_world_size(group) == 1:
         return SoloComm(place)
-    comm = _comms.get((group, place))
+    key = (group, place, shared_memory)
+    comm = _comms.get(key)
     if comm is None or comm.closed:
         if place.type not in backends and "cpu" in backends:
             logger.warning("no backend of the group serves %s: staging through the host", place)
             comm = HostStaged(GroupComm(group, device="cpu"), place)
         else:
             comm = GroupComm(group, device=place)
-        _comms[group, place] = comm
+            if shared_memory and place.type == "cpu":
+                comm = _through_memory(comm)
+        _comms[key] = comm
     return comm
+
+
+def _through_memory(comm: GroupComm) -> Comm:
+    """Return a comm through memory if the ranks share a host, else the same comm. Collective."""
+    if len(set(comm.all_gather_object(host_name()))) > 1:
+        return comm
+    try:
+        return SharedMemoryComm.join(comm)
+    except NoSharedMemoryError as error:
+        if comm.rank == 0:
+            logger.warning("%d ranks of one host go through Gloo: %s", comm.size, error)
+        return comm
 
 
 def _with_index(device: torch.device | str) -> torch.device:

@@ -22,6 +22,7 @@ class PlanComm(Comm):
     * ``reduce_scatter`` gives this rank's slice of its own ``inp``; ``all_reduce`` and
       ``broadcast`` leave the tensor as it is. A mean divides by the size all the same.
     * ``all_gather_object`` returns one copy of this rank's own object per rank.
+    * ``shared`` gives None, so that gathers are called and counted.
     * ``split`` gives a part of ``part_size`` ranks, whatever the color, in which this rank is
       ``rank % part_size``. Its calls are counted on its own, as with ``Recorded``.
 

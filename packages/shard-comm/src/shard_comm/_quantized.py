@@ -26,6 +26,7 @@ class Quantized(Comm):
       off by the sum over ranks of ``absmax / 254``, or ``absmax / 14`` with 4 bits, and by the
       roundings of a float32 sum. Both within a relative 1e-4 and magnitudes of 2**-142.
     * A block with an infinity or a NaN in it arrives as NaN: an overflow is not lost.
+    * ``shared`` gives None: what all ranks map is not coded.
     * Results depend on the data alone. ``max``, ``min``, ``all_reduce``, ``broadcast``,
       ``all_to_all`` and objects are exact, and so are dtypes other than float32, bfloat16 and
       float16, and everything on one rank.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shard_comm._comm import Comm, Work
+from shard_comm._shared_array import SharedArray
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Recorded(Comm):
 
     Attributes:
         records: operation name to its counts, e.g. ``records["all_gather"].payload_bytes``.
+            Publishing a shared array counts as an ``all_gather``.
     """
 
     def __init__(self, inner: Comm) -> None:
@@ -123,6 +125,10 @@ class Recorded(Comm):
         work = self.inner._sum_all(out, flat, divisor, timeout_s)
         return self._count("all_reduce", flat.nbytes, work, began)
 
+    def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray | None:
+        array = self.inner._shared(numel, dtype, name)
+        return None if array is None else _CountedArray(array, self)
+
     def _count(self, op: str, nbytes: int, work: Work, began: float) -> Work:
         record = self.records[op]
         record.add(nbytes)
@@ -132,3 +138,23 @@ class Recorded(Comm):
             record.wait_s += time.perf_counter() - began
 
         return Work(finish)
+
+
+class _CountedArray(SharedArray):
+    """A shared array of which every publication counts as an ``all_gather`` of its bytes."""
+
+    def __init__(self, array: SharedArray, comm: Recorded) -> None:
+        super().__init__(array.data, comm.rank, comm.size, name=array.name)
+        self._array = array
+        self._comm = comm
+
+    def claim(self, *, timeout_s: float | None = None) -> None:
+        self._array.claim(timeout_s=timeout_s)
+
+    def publish(self, *, timeout_s: float | None = None) -> Work:
+        began = time.perf_counter()
+        work = self._array.publish(timeout_s=timeout_s)
+        return self._comm._count("all_gather", self.data.nbytes, work, began)
+
+    def release(self) -> None:
+        self._array.release()

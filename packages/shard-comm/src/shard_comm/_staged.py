@@ -13,7 +13,7 @@ class HostStaged(Comm):
     """Copy tensors to the host, let ``inner`` move them, copy results back.
 
     For backends without accelerator support, such as Gloo with several ranks on one device: slow,
-    and right.
+    and right. ``shared`` gives None.
 
     Args:
         inner: a comm for CPU tensors.

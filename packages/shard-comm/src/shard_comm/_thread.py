@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shard_comm._calls import describe
+from shard_comm._calls import describe, noted_suffix
 from shard_comm._comm import Comm, Work
-from shard_comm._tree import tree_sum
+from shard_comm._shared_array import MarkedArray, SharedArray
+from shard_comm._tree import reduce_terms
 
 
 class _Meeting:
@@ -65,6 +67,26 @@ class _Meeting:
         with self._changed:
             self._break(reason)
 
+    def notify(self) -> None:
+        """Let those who watch look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def watch(
+        self, behind: Callable[[], list[int]], rank: int, what: str, timeout_s: float
+    ) -> None:
+        """Wait until ``behind()``, the ranks that are awaited, is empty."""
+        finite = timeout_s if timeout_s < threading.TIMEOUT_MAX else None
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken is not None or not behind(), finite)
+            missing = behind()
+            if missing:
+                self._break(
+                    f"rank {rank} of {self.size} waited {timeout_s:g} s at {what} for ranks "
+                    f"{missing}"
+                )
+                raise RuntimeError(self._broken)
+
     def _break(self, reason: str) -> None:
         if self._broken is None:
             self._broken = reason
@@ -95,13 +117,24 @@ class ThreadComm(Comm):
     ``ThreadComm.group(size)`` and hand one member to each thread.
     """
 
-    def __init__(self, rank: int, meeting: _Meeting, *, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, meeting: _Meeting, *, timeout_s: float, shares_memory: bool = False
+    ) -> None:
         super().__init__(rank, meeting.size, device=torch.device("cpu"), timeout_s=timeout_s)
         self._meeting = meeting
+        self._shares_memory = shares_memory
 
     @classmethod
-    def group(cls, size: int, *, timeout_s: float = 60.0) -> list[ThreadComm]:
+    def group(
+        cls, size: int, *, timeout_s: float = 60.0, shares_memory: bool = False
+    ) -> list[ThreadComm]:
         """Return the members of a new group, in rank order. Local.
+
+        Args:
+            size: number of ranks.
+            timeout_s: seconds after which a wait raises.
+            shares_memory: let ``shared`` give out arrays, as among processes of one host; by
+                default ranks hold copies, as processes of several hosts do.
 
         Raises:
             ValueError: ``size`` is below 1.
@@ -109,7 +142,10 @@ class ThreadComm(Comm):
         if size < 1:
             raise ValueError(f"expected size >= 1, got {size}")
         meeting = _Meeting(size)
-        return [cls(rank, meeting, timeout_s=timeout_s) for rank in range(size)]
+        return [
+            cls(rank, meeting, timeout_s=timeout_s, shares_memory=shares_memory)
+            for rank in range(size)
+        ]
 
     def abort(self, reason: str) -> None:
         """Make every waiting and future call of the group raise RuntimeError. Local."""
@@ -136,7 +172,12 @@ class ThreadComm(Comm):
         mine = self._meeting.part(len(members)) if self.rank == members[0] else None
         meeting = self._enter("split()", mine, None)[members[0]]
         self._leave(None)
-        return ThreadComm(members.index(self.rank), meeting, timeout_s=self.timeout_s)
+        return ThreadComm(
+            members.index(self.rank),
+            meeting,
+            timeout_s=self.timeout_s,
+            shares_memory=self._shares_memory,
+        )
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         everyone = self._enter(describe("all_gather", inp), inp, timeout_s)
@@ -150,14 +191,14 @@ class ThreadComm(Comm):
         self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
     ) -> Work:
         everyone = self._enter(describe(f"reduce_scatter {op}", inp), inp, timeout_s)
-        _reduce([self._slices(theirs)[self.rank] for theirs in everyone], op, out.view(-1))
+        reduce_terms([self._slices(theirs)[self.rank] for theirs in everyone], op, out.view(-1))
         self._leave(timeout_s)
         return Work()
 
     def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
         result = torch.empty_like(flat)
         everyone = self._enter(describe(f"all_reduce {op}", flat), flat, timeout_s)
-        _reduce(everyone, op, result)
+        reduce_terms(everyone, op, result)
         self._leave(timeout_s)
         flat.copy_(result)
         return Work()
@@ -176,6 +217,32 @@ class ThreadComm(Comm):
         self._leave(timeout_s)
         return Work()
 
+    def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray | None:
+        if not self._shares_memory:
+            return None
+        made = None
+        if self.rank == 0:
+            made = (torch.empty(numel, dtype=dtype), [0] * self.size, [0] * self.size)
+        key = f"shared of {numel} {str(dtype).removeprefix('torch.')}{noted_suffix()}"
+        memory, published, released = self._enter(key, made, None)[0]
+        self._leave(None)
+        # A tensor of its own for each rank: what one writes is no change of another's views.
+        data = torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), 0, (numel,), (1,))
+
+        def wait(behind: Callable[[], list[int]], what: str, timeout_s: float | None) -> None:
+            limit_s = self._limit_s(what, timeout_s)
+            self._meeting.watch(behind, self.rank, what, limit_s)
+
+        return MarkedArray(
+            data,
+            self.rank,
+            published=published,
+            released=released,
+            wait=wait,
+            changed=self._meeting.notify,
+            name=name,
+        )
+
     def _enter(self, key: str, value: Any, timeout_s: float | None) -> list[Any]:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         return self._meeting.enter(self.rank, key, value, limit_s)
@@ -186,13 +253,3 @@ class ThreadComm(Comm):
     def _slices(self, tensor: torch.Tensor) -> torch.Tensor:
         """One row per rank; also of a tensor without elements."""
         return tensor.view(self.size, tensor.numel() // self.size)
-
-
-def _reduce(terms: list[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    if op == "sum":
-        tree_sum(terms, out=out)
-        return
-    combine = torch.maximum if op == "max" else torch.minimum
-    out.copy_(terms[0])
-    for term in terms[1:]:
-        combine(out, term, out=out)

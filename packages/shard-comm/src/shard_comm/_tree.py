@@ -36,6 +36,23 @@ def tree_sum(terms: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) 
     return level[0].clone() if out is None else out.copy_(level[0])
 
 
+def reduce_terms(terms: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
+    """Reduce tensors into ``out``, sums in the tree above. Local.
+
+    Args:
+        terms: at least one tensor, all of one shape and dtype.
+        op: ``"sum"``, ``"max"`` or ``"min"``.
+        out: where the result goes; for a maximum or minimum none of the terms but the first.
+    """
+    if op == "sum":
+        tree_sum(terms, out=out)
+        return
+    combine = torch.maximum if op == "max" else torch.minimum
+    out.copy_(terms[0])
+    for term in terms[1:]:
+        combine(out, term, out=out)
+
+
 def tree_sum_rows(rows: torch.Tensor) -> torch.Tensor:
     """Add the rows ``[n, numel]`` in the same tree, overwriting them; returns row 0. Local."""
     step = 1
@@ -47,40 +64,40 @@ def tree_sum_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows[0]
 
 
-def tree_sum_wide(rows: torch.Tensor, out: torch.Tensor, *, divisor: int = 1) -> None:
-    """Add the rows ``[n, numel]`` in the same tree, in the wider dtype of ``out`` ``[numel]``.
+def tree_sum_wide(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int = 1) -> None:
+    """Add terms ``[numel]`` in the same tree, in the wider dtype of ``out`` ``[numel]``.
 
-    Nothing is rounded to the rows' dtype on the way: bfloat16 rows 256, 1, 1 and 1 give 259 in
+    Nothing is rounded to the terms' dtype on the way: bfloat16 terms 256, 1, 1 and 1 give 259 in
     float32, where bfloat16 sums give 258.
 
     Args:
-        rows: contributions; they are left as they are.
-        out: where the sum goes.
+        terms: at least one contribution; they are left as they are.
+        out: where the sum goes; memory apart from the terms.
         divisor: divides every contribution, in the wider dtype, before it is added.
 
     **Collective**: local. **Memory**: a few hundred KiB on the CPU; elsewhere one ``out`` for each
-    doubling of ``n``.
+    doubling of the number of terms.
     """
     block = _BLOCK if out.device.type == "cpu" else max(out.numel(), 1)
     for start in range(0, out.numel(), block):
         stop = min(start + block, out.numel())
-        _add_up(rows[:, start:stop], out[start:stop], divisor)
+        _add_up([term[start:stop] for term in terms], out[start:stop], divisor)
 
 
-def _add_up(rows: torch.Tensor, out: torch.Tensor, divisor: int) -> None:
-    count = rows.shape[0]
+def _add_up(terms: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
+    count = len(terms)
     if count == 1:
-        out.copy_(rows[0])
+        out.copy_(terms[0])
         if divisor != 1:
             out.div_(divisor)
         return
     half = _left_of(count)
-    _add_up(rows[:half], out, divisor)
-    if count - half == 1 and divisor == 1 and rows.element_size() > 1:  # no sums with float8
-        out.add_(rows[half])
+    _add_up(terms[:half], out, divisor)
+    if count - half == 1 and divisor == 1 and terms[half].itemsize > 1:  # no sums with float8
+        out.add_(terms[half])
         return
     right = torch.empty_like(out)
-    _add_up(rows[half:], right, divisor)
+    _add_up(terms[half:], right, divisor)
     out.add_(right)
 
 

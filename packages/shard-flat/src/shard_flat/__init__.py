@@ -3,6 +3,7 @@
 from shard_flat._buffer import FullBuffer
 from shard_flat._layout import FlatLayout, ParamSpec, Piece, plan_layout
 from shard_flat._operands import adopt_cut
+from shard_flat._outer import Outer
 from shard_flat._placement import Ragged, ShardSpec
 from shard_flat._protocol import GatherComm
 from shard_flat._tensor import ShardTensor, shard_tensor
@@ -11,6 +12,7 @@ __all__ = [
     "FlatLayout",
     "FullBuffer",
     "GatherComm",
+    "Outer",
     "ParamSpec",
     "Piece",
     "Ragged",

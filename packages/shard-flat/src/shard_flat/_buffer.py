@@ -61,7 +61,4 @@ class FullBuffer:
 
     def views(self) -> list[torch.Tensor]:
         """Return one view per parameter, in its global shape, in the order of the specs. Local."""
-        return [
-            self.data[start : start + spec.numel].view(spec.shape).data
-            for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
-        ]
+        return self.layout.views(self.data)

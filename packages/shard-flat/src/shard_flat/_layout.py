@@ -144,6 +144,22 @@ class FlatLayout:
         spec = piece.spec
         return ShardSpec(spec.name, spec.shape, piece.start, piece.stop, origin, self.shard_numel)
 
+    def views(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """Return one view of the array per parameter, in its shape, in the order of the specs.
+
+        They do not share the array's version counter: filling the array anew is no change of a
+        parameter.
+
+        Args:
+            data: the array ``[numel]``.
+
+        **Collective**: local.
+        """
+        return [
+            data[start : start + spec.numel].view(spec.shape).data
+            for spec, start in zip(self.specs, self.starts, strict=True)
+        ]
+
     def gaps(self) -> list[tuple[int, int]]:
         """Return the runs ``[start, stop)`` of the array that belong to no parameter. Local."""
         runs, cursor = [], 0

@@ -20,11 +20,12 @@ def no_meaning(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runt
     """
     tensor = first_sharded((*args, *kwargs.values()))
     where = tensor.spec.name if tensor is not None else "ShardTensor"
-    shape = tensor.spec.shape if tensor is not None else ()
+    shape = tensor.spec.global_shape if tensor is not None else ()
     return RuntimeError(
         f"{where}: {func} has no meaning on one rank's piece of a tensor of shape {shape}; call "
-        f"full_tensor() (all ranks) and use the result, or use the parameter inside the forward "
-        f"of the module that owns it"
+        f"full_tensor() (all ranks) and use the result, or use the parameter in a forward of the "
+        f"module that owns it; register_fsdp_forward_method() makes another method one, unshard() "
+        f"alone does not"
     )
 
 
@@ -90,16 +91,21 @@ def own_range(func: Any, target: ShardTensor, source: Any) -> torch.Tensor:
         return source._local_tensor
     where = f"(rank {target.comm.rank} of {target.comm.size})"
     if isinstance(source, DTensor):
+        outer = target.spec.outer
         if _is_cut_like(source, target) and source._local_tensor.shape == target.shape:
-            # from_local() was given the whole tensor
-            return source._local_tensor.reshape(-1)[target.spec.start : target.spec.stop]
+            return target.spec.part_of(source._local_tensor)  # from_local() was given the whole
+        if outer is not None and source.shape == target.shape:
+            rest = tuple(source.placements)[-len(outer.placements) :]
+            if rest == outer.placements and source._local_tensor.shape == target.spec.shape:
+                # the DTensor that is cut, or what distribute_tensor() leaves of one
+                return source._local_tensor.reshape(-1)[target.spec.start : target.spec.stop]
         raise RuntimeError(
             f"{target.spec.name}: {func} from a DTensor placed as {source.placements} {where}; "
             f"copy from its full_tensor() (all ranks)"
         )
     plain: torch.Tensor = source
     if plain.shape == target.shape:
-        return plain.reshape(-1)[target.spec.start : target.spec.stop]
+        return target.spec.part_of(plain)
     if plain.numel() == 1 and plain.ndim <= target.ndim:
         return plain.reshape(())
     raise ValueError(
@@ -121,8 +127,12 @@ def adopt_cut(tensor: DTensor, like: ShardTensor) -> None:
 
     **Collective**: local.
     """
-    piece = tensor._local_tensor.reshape(-1)
-    if type(tensor) is DTensor and _is_cut_like(tensor, like) and piece.shape == like.local.shape:
+    if type(tensor) is not DTensor or not _is_cut_like(tensor, like):
+        return
+    piece, spec = tensor._local_tensor.reshape(-1), like.spec
+    if spec.outer is not None and tensor._local_tensor.shape == spec.shape:
+        piece = piece[spec.start : spec.stop].clone()  # torch leaves this cut to us
+    if piece.shape == like.local.shape:
         tensor._local_tensor = piece
         tensor.__class__ = ShardTensor
         tensor.spec, tensor.comm = like.spec, like.comm  # type: ignore[attr-defined]

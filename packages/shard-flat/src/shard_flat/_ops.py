@@ -148,7 +148,7 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTe
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
     tensor: ShardTensor = args[0]
-    if tuple(args[1]) != tensor.spec.shape:
+    if tuple(args[1]) != tensor.spec.global_shape:
         raise no_meaning(func, args, kwargs)
     return tensor.like(tensor._local_tensor)
 
@@ -156,7 +156,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTens
 def _new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
     """``new_empty_strided``, by which autograd copies a gradient that others hold too."""
     tensor: ShardTensor = args[0]
-    if tuple(args[1]) != tensor.spec.shape:
+    if tuple(args[1]) != tensor.spec.global_shape:
         raise no_meaning(func, args, kwargs)
     return tensor.like(torch.empty_like(tensor._local_tensor, **kwargs))
 
@@ -218,9 +218,9 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTens
     held while the call runs.
     """
     target: ShardTensor = args[0]
-    whole = torch.empty(target.spec.shape, dtype=target.dtype, device=target.device)
+    whole = torch.empty(target.spec.global_shape, dtype=target.dtype, device=target.device)
     func(whole, *args[1:], **kwargs)
-    target._local_tensor.copy_(whole.view(-1)[target.spec.start : target.spec.stop])
+    target._local_tensor.copy_(target.spec.part_of(whole))
     mark_written([target])
     return target
 

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial
 
+from shard_flat._outer import Outer
 from shard_flat._protocol import GatherComm
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Name, global shape and element range of one piece.
+    """Name, shape and element range of one piece.
 
     Attributes:
         name: fully qualified name of the parameter, for errors and checkpoints.
-        shape: global shape.
+        shape: of the tensor that is cut into pieces: the global shape, unless there is an
+            ``outer``.
         start: first element of the flattened parameter held here.
         stop: one past the last.
         origin: where the parameter begins in the group's array, in elements.
         shard_numel: elements of the array per rank; with ``origin`` it gives every rank's range.
+        outer: what the tensor that is cut is the local part of; None where it is whole.
 
     Raises:
-        ValueError: the range lies outside of ``[0, numel]``.
+        ValueError: the range lies outside of ``[0, numel]``, or ``shape`` is not that of
+            ``outer``'s local part.
     """
 
     name: str
@@ -34,6 +39,7 @@ class ShardSpec:
     stop: int
     origin: int
     shard_numel: int
+    outer: Outer | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.numel:
@@ -41,11 +47,39 @@ class ShardSpec:
                 f"{self.name}: expected a range within [0, {self.numel}], "
                 f"got [{self.start}, {self.stop})"
             )
+        if self.outer is not None and self.outer.local_shape != self.shape:
+            raise ValueError(
+                f"{self.name}: expected the local shape {self.outer.local_shape}, got {self.shape}"
+            )
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements of the tensor that is cut."""
         return math.prod(self.shape)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        return self.shape if self.outer is None else self.outer.shape
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return ``[stop - start]``, this piece of a plain tensor of the global shape. Local.
+
+        It is a view where the tensor's memory allows.
+        """
+        if self.outer is not None:
+            whole = self.outer.part_of(whole)
+        return whole.reshape(-1)[self.start : self.stop]
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Yield the runs of the flattened whole parameter that the piece consists of, in order.
+
+        Without an ``outer`` it is one, ``[start, stop)``; none where the piece is empty. Local.
+        """
+        if self.outer is not None:
+            yield from self.outer.runs(self.start, self.stop)
+        elif self.start < self.stop:
+            yield self.start, self.stop
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """Return ``(start, stop)`` of what ``rank`` holds. Local."""
@@ -58,7 +92,7 @@ class ShardSpec:
 
         The answer is the same on all ranks, also on those whose own ranges happen to agree. Local.
         """
-        if self.shape != other.shape:
+        if self.shape != other.shape or self.outer != other.outer:
             return False
         if (self.origin, self.shard_numel) == (other.origin, other.shard_numel):
             return True
@@ -70,7 +104,9 @@ class Ragged(Partial):
 
     To torch it is a partial sum: a tensor that is zero outside of the range adds up to the whole
     over ranks. That is how torch's own ``distribute_tensor`` and ``DTensor.full_tensor`` can cut
-    and gather by it; no zeros are stored or sent.
+    and gather by it; no zeros are stored or sent. A piece of a DTensor's local part has that
+    DTensor's placements beside it, and torch would cut by this one first: then it leaves the
+    tensor as it is, and a ShardTensor takes its range when it meets the result.
 
     Args:
         start: first element of the flattened tensor held here.
@@ -108,7 +144,7 @@ class Ragged(Partial):
     def _partition_value(
         self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int
     ) -> torch.Tensor:
-        if mesh.size(mesh_dim) == 1:
+        if mesh.size(mesh_dim) == 1 or self._is_inner:
             return tensor.clone()  # on one rank torch takes the local tensor for the whole
         return tensor.reshape(-1)[self.start : self.stop].clone()
 
@@ -118,7 +154,11 @@ class Ragged(Partial):
                 f"{self!r} was made by hand and does not know the other ranks' ranges; take the "
                 f"placements of a ShardTensor"
             )
-        return gather_pieces(tensor, self._spec, self._comm)
+        return tensor if self._is_inner else gather_pieces(tensor, self._spec, self._comm)
+
+    @property
+    def _is_inner(self) -> bool:
+        return self._spec is not None and self._spec.outer is not None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ragged):
@@ -139,11 +179,17 @@ def gather_pieces(local: torch.Tensor, spec: ShardSpec, comm: GatherComm) -> tor
 
     Args:
         local: ``[stop - start]``, this rank's piece.
-        spec: name, global shape and ranges.
+        spec: name, shape and ranges.
         comm: the ranks that hold the other pieces.
 
-    **Collective**: all ranks of ``comm``. **Memory**: up to twice the full tensor, for the call.
+    **Collective**: all ranks of ``comm`` and of an outer DTensor's mesh. **Memory**: up to twice
+    the full tensor, for the call; three times with an outer DTensor.
     """
+    cut = _gather_cut(local, spec, comm)
+    return cut if spec.outer is None else spec.outer.gather(cut)
+
+
+def _gather_cut(local: torch.Tensor, spec: ShardSpec, comm: GatherComm) -> torch.Tensor:
     if comm.size == 1:
         return local.clone().view(spec.shape)
     ranges = [spec.range_of(rank) for rank in range(comm.size)]

@@ -31,7 +31,8 @@ def mean_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 def _total(tensor: ShardTensor, dtype: torch.dtype) -> torch.Tensor:
     total = tensor._local_tensor.sum(dtype=torch.float64 if dtype.is_floating_point else dtype)
-    tensor.comm.all_reduce(total, op="sum")
+    for comm in tensor.comms:
+        comm.all_reduce(total, op="sum")
     return total
 
 
@@ -105,9 +106,13 @@ def non_finite_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _rows_by_comm(tensors: Sequence[torch.Tensor]) -> dict[GatherComm, list[int]]:
-    """Which tensors of a list are sharded over which ranks, in the order of the list."""
+    """Which tensors of a list are sharded over which ranks, in the order of the list.
+
+    A piece of a DTensor's local part is sharded over both its own ranks and the DTensor's.
+    """
     rows: dict[GatherComm, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, ShardTensor):
-            rows.setdefault(tensor.comm, []).append(i)
+            for comm in tensor.comms:
+                rows.setdefault(comm, []).append(i)
     return rows

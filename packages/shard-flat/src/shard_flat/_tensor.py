@@ -33,10 +33,10 @@ class ShardTensor(DTensor):
 
     Args:
         local: ``[spec.stop - spec.start]``, this rank's elements; shared, not copied.
-        spec: name, global shape and range.
+        spec: name, shape and range.
         comm: the ranks that hold the other pieces.
-        mesh: the mesh to report as ``device_mesh``; by default one made from ``comm``'s size,
-            without process groups.
+        mesh: the mesh to report as ``device_mesh``; by default that of ``spec.outer``, or one
+            made from ``comm``'s size, without process groups.
         requires_grad: as for any tensor.
 
     Raises:
@@ -71,12 +71,15 @@ class ShardTensor(DTensor):
                 f"{spec.name}: expected the range [{spec.start}, {spec.stop}), got an origin and a "
                 f"shard_numel that give {spec.range_of(comm.rank)} {where}"
             )
+        placements: tuple[Placement, ...] = (Ragged(spec.start, spec.stop, spec=spec, comm=comm),)
+        if spec.outer is not None:
+            mesh = spec.outer.mesh
+            placements += spec.outer.placements
+        shape = spec.global_shape
         dtensor_spec = DTensorSpec(
             mesh if mesh is not None else mesh_of(comm, local.device.type),
-            (Ragged(spec.start, spec.stop, spec=spec, comm=comm),),
-            tensor_meta=TensorMeta(
-                torch.Size(spec.shape), _contiguous_strides(spec.shape), local.dtype
-            ),
+            placements,
+            tensor_meta=TensorMeta(torch.Size(shape), _contiguous_strides(shape), local.dtype),
         )
         return _make(local.detach(), spec, comm, dtensor_spec, requires_grad)
 
@@ -99,6 +102,12 @@ class ShardTensor(DTensor):
     def local(self) -> torch.Tensor:
         """This rank's elements ``[stop - start]``, the tensor's own memory."""
         return self._local_tensor
+
+    @property
+    def comms(self) -> tuple[GatherComm, ...]:
+        """All ranks that hold other elements: a sum over each of these counts every one once."""
+        outer = self.spec.outer
+        return (self.comm,) if outer is None else (self.comm, *outer.sharded_comms)
 
     def like(self, local: torch.Tensor) -> ShardTensor:
         """Wrap another piece of the same range, shared and not copied. Local.
@@ -151,7 +160,8 @@ class ShardTensor(DTensor):
         """Return this rank's piece ``[stop - start]``, differentiable where gradients are on.
 
         The result is a plain tensor in all but one respect: its ``copy_`` also takes a tensor of
-        the global shape and copies the own range, as programs written for FSDP2 expect.
+        the global shape, or an outer DTensor's local part, and copies the own range, as programs
+        written for FSDP2 expect.
         """
         if grad_placements is not None:
             raise ValueError(f"{self.spec.name}: to_local() takes no grad_placements")
@@ -167,8 +177,8 @@ class ShardTensor(DTensor):
 
         Each rank's gradient of the result is taken to be the same; every rank keeps its range.
 
-        **Collective**: all ranks of ``comm``. **Memory**: up to twice the full tensor, for the
-        call.
+        **Collective**: all ranks of ``comms``. **Memory**: up to twice the full tensor, for the
+        call; three times for a piece of a DTensor.
         """
         if grad_placements is not None:
             raise ValueError(f"{self.spec.name}: full_tensor() takes no grad_placements")
@@ -186,13 +196,14 @@ class ShardTensor(DTensor):
         Raises:
             ValueError: another placement or mesh is asked for.
 
-        **Collective**: all ranks of ``comm``.
+        **Collective**: all ranks of ``comms``.
         """
         mesh = self.device_mesh
         wanted = tuple(placements or ())
-        if (device_mesh is not None and device_mesh != mesh) or wanted != (Replicate(),):
+        possible = (Replicate(),) * mesh.ndim
+        if (device_mesh is not None and device_mesh != mesh) or wanted != possible:
             raise ValueError(
-                f"{self.spec.name}: a ShardTensor redistributes to (Replicate(),) on its own mesh "
+                f"{self.spec.name}: a ShardTensor redistributes to {possible} on its own mesh "
                 f"only, got {wanted}; use full_tensor() and shard the result"
             )
         return DTensor.from_local(self.full_tensor(), mesh, wanted, run_check=False)
@@ -200,8 +211,8 @@ class ShardTensor(DTensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         spec = self.spec
         return (
-            f"ShardTensor({spec.name!r}, shape={spec.shape}, range=[{spec.start}, {spec.stop}), "
-            f"rank={self.comm.rank} of {self.comm.size}, dtype={self.dtype})"
+            f"ShardTensor({spec.name!r}, shape={spec.global_shape}, range=[{spec.start}, "
+            f"{spec.stop}), rank={self.comm.rank} of {self.comm.size}, dtype={self.dtype})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
@@ -251,7 +262,7 @@ def mesh_of(comm: GatherComm, device_type: str) -> DeviceMesh:
     mesh = _meshes.get(comm)
     if mesh is None:
         mesh = DeviceMesh(
-            device_type, torch.arange(comm.size), _init_backend=False, _rank=comm.rank
+            device_type, torch.arange(comm.size, device="cpu"), _init_backend=False, _rank=comm.rank
         )
         _meshes[comm] = mesh
     return mesh
@@ -306,8 +317,11 @@ class _Piece(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if source.shape != self.shape and tuple(source.shape) == self.spec.shape:
-            source = source.reshape(-1)[self.spec.start : self.spec.stop]
+        if source.shape != self.shape:
+            if tuple(source.shape) == self.spec.global_shape:
+                source = self.spec.part_of(source)
+            elif tuple(source.shape) == self.spec.shape:  # cut by the outer placements already
+                source = source.reshape(-1)[self.spec.start : self.spec.stop]
         return super().copy_(source, non_blocking)
 
 
@@ -331,7 +345,5 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardTensor:
-        spec = ctx.source.spec
-        piece = grad.reshape(-1)[spec.start : spec.stop].clone()
-        like: ShardTensor = ctx.source.like(piece)
+        like: ShardTensor = ctx.source.like(ctx.source.spec.part_of(grad).clone())
         return like

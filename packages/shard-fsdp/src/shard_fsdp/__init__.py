@@ -2,6 +2,7 @@
 
 from shard_fsdp._fully_shard import fully_shard
 from shard_fsdp._materialize import materialize
+from shard_fsdp._mesh import DataParallelMeshDims
 from shard_fsdp._module import (
     FSDPModule,
     UnshardHandle,
@@ -12,6 +13,7 @@ from shard_fsdp._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPo
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -1,14 +1,41 @@
-"""What ranks tell each other at the end of a backward: which gradients each of them has."""
+"""What ranks tell each other: which gradients each has, and whether all launched the same."""
 
 from __future__ import annotations
 
+import zlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from shard_comm import Comm
-from shard_fsdp._group import ParamGroup
+
+if TYPE_CHECKING:
+    from shard_fsdp._group import ParamGroup
+    from shard_fsdp._unit import Unit
+
+
+class Trail:
+    """What a set of ranks launched, in order.
+
+    Attributes:
+        count: how many collectives.
+        checksum: 24 bits over all their names.
+        last: the names of the last few.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.checksum = 0
+        self.last: deque[str] = deque(maxlen=64)
+
+    def append(self, what: str) -> None:
+        """Note one collective. Local."""
+        self.count += 1
+        self.checksum = zlib.crc32(what.encode(), self.checksum) & 0xFFFFFF
+        self.last.append(what)
 
 
 @dataclass(frozen=True)
@@ -16,12 +43,14 @@ class Arrivals:
     """One group's gradients on this rank in one backward.
 
     Attributes:
+        unit: the group's unit.
         group: the group.
         seen: per parameter, whether a gradient arrived.
         waiting: whether some of them were not reduced yet.
         may_differ: whether ranks may have different ones.
     """
 
+    unit: Unit
     group: ParamGroup
     seen: list[bool]
     waiting: bool
@@ -33,36 +62,51 @@ class Verdict:
     """What all ranks agreed on.
 
     Attributes:
-        waiting: groups of which some rank holds gradients that were not reduced yet.
+        waiting: arrivals of which some rank holds gradients that were not reduced yet.
         complaint: what to raise on every rank once those are reduced, if anything.
     """
 
-    waiting: list[ParamGroup]
+    waiting: list[Arrivals]
     complaint: str | None
 
 
+def agree_on_any(flags: Sequence[bool], comm: Comm, replicas: Comm | None) -> list[bool]:
+    """Return for each flag whether any rank sets it. One small all_reduce.
+
+    **Collective**: all ranks of ``comm`` and of ``replicas``.
+    """
+    counts = _sum_over_ranks(list(flags), comm, replicas)
+    return [count > 0 for count in counts]
+
+
 def agree_on_arrivals(
-    arrivals: Sequence[Arrivals], comm: Comm, replicas: Comm | None = None
+    arrivals: Sequence[Arrivals], trail: Trail, comm: Comm, replicas: Comm | None
 ) -> Verdict:
-    """Exchange which gradients arrived, one small all_reduce of 4 bytes per parameter and group.
+    """Exchange which gradients arrived, in one small all_reduce of 8 bytes per parameter and group.
+
+    The same exchange tells whether all ranks launched the same collectives since the trail began.
+    n numbers x are all equal where ``n * sum(x * x) == sum(x) ** 2``, so sums are enough.
+
+    Raises:
+        RuntimeError: the ranks ran different units, so that they mixed up each other's data; on
+            all ranks.
 
     **Collective**: all ranks of ``comm`` and of ``replicas``, with the same groups in the same
     order.
     """
     ranks = comm.size * (1 if replicas is None else replicas.size)
-    if ranks == 1 or not arrivals:
-        return Verdict([a.group for a in arrivals if a.waiting], None)
-    flags = [flag for a in arrivals for flag in (a.waiting, *a.seen)]
-    counts = torch.tensor(flags, dtype=torch.int32, device=comm.device)
-    comm.all_reduce(counts, op="sum")
-    if replicas is not None:
-        replicas.all_reduce(counts, op="sum")
-    total = iter(counts.tolist())
-    waiting: list[ParamGroup] = []
+    if ranks == 1:
+        return Verdict([a for a in arrivals if a.waiting], None)
+    mine = trail.checksum
+    flags = [mine, mine * mine, *(flag for a in arrivals for flag in (a.waiting, *a.seen))]
+    total = iter(_sum_over_ranks(flags, comm, replicas))
+    if next(total) ** 2 != ranks * next(total):
+        raise RuntimeError(_where_trails_part(trail, comm, replicas))
+    waiting: list[Arrivals] = []
     complaints: list[str] = []
     for arrival in arrivals:
         if next(total):
-            waiting.append(arrival.group)
+            waiting.append(arrival)
         for param in arrival.group.sharded_params:
             count = next(total)
             if count in (0, ranks) or arrival.may_differ:
@@ -75,4 +119,37 @@ def agree_on_arrivals(
         waiting,
         f"{shown}: got a gradient on some ranks only (rank {comm.rank} of {comm.size}); if ranks "
         f"may use different parameters, call set_reduce_scatter_unused_params(True) on the model",
+    )
+
+
+def _sum_over_ranks(numbers: list[int], comm: Comm, replicas: Comm | None) -> list[int]:
+    counts = torch.tensor(numbers, dtype=torch.int64, device=comm.device)
+    if comm.size > 1:
+        comm.all_reduce(counts, op="sum")
+    if replicas is not None:
+        replicas.all_reduce(counts, op="sum")
+    return [int(count) for count in counts.tolist()]
+
+
+def _where_trails_part(trail: Trail, comm: Comm, replicas: Comm | None) -> str:
+    """Say on which collective the ranks differ first. Collective."""
+    first = trail.count - len(trail.last)
+    everyone = [comm.all_gather_object((first, list(trail.last)))]
+    if replicas is not None:
+        everyone = [trails[0] for trails in replicas.all_gather_object(everyone)]
+    steps = [dict(enumerate(last, start)) for trails in everyone for start, last in trails]
+    shared = range(max(min(s, default=0) for s in steps), max(max(s, default=0) for s in steps) + 1)
+    for index in shared:
+        found = [s.get(index, "nothing more") for s in steps]
+        if len(set(found)) > 1:
+            calls = ", ".join(f"rank {r}: {what}" for r, what in enumerate(found[:8]))
+            return (
+                f"the ranks launched different collectives, so their data are mixed up and the "
+                f"gradients are not to be used; the first difference is at number {index}: "
+                f"{calls}. All ranks must use the same units in the same order, in backward too: "
+                f"a loss that does not depend on a unit adds 0 * its output"
+            )
+    return (
+        f"the ranks launched different collectives, longer ago than the last {len(trail.last)}; "
+        f"all ranks must use the same units in the same order"
     )

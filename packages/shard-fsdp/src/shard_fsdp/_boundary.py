@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 if TYPE_CHECKING:
+    from shard_fsdp._path import Path
     from shard_fsdp._unit import Unit
 
 _KEY = "shard_fsdp"
@@ -27,8 +28,10 @@ class Call:
     Attributes:
         unit: whose forward it was.
         versions: of the unit's groups when it ran.
-        generation: the schedule's, when it ran.
-        position: its place in the order of forwards, for prefetching; -1 where it has none.
+        began_at: autograd's counter then; nodes that the forward makes count from there.
+        path: the outermost forward that it was a part of; None in a backward.
+        entered_at: where it began on the path.
+        left_at: where it ended.
         begun: backward has reached its outputs and not yet passed all of its inputs.
         inputs: how many graph nodes its inputs come from; 0 where none requires a gradient.
         passed: how many of them backward has reached.
@@ -37,8 +40,9 @@ class Call:
     def __init__(self, unit: Unit, versions: list[tuple[int, int]]) -> None:
         self.unit = unit
         self.versions = versions
-        self.generation = -1
-        self.position = -1
+        self.began_at: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self.path: Path | None = None
+        self.entered_at = self.left_at = -1
         self.inputs = 0
         self.rewind()
 
@@ -89,9 +93,8 @@ def watch_inputs(call: Call, tensors: Iterable[torch.Tensor]) -> list[Node]:
     """
     nodes = list({get_gradient_edge(t).node for t in tensors if t.requires_grad})
     call.inputs = len(nodes)
-    latest = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     for node in nodes:
-        if node._sequence_nr() >= latest:
+        if node._sequence_nr() >= call.began_at:
             continue  # autograd may run it before parts of the unit: the end of backward ends it
         hooks = _hooks_of(node)
         hooks.live_ends()
@@ -113,7 +116,7 @@ def watch_outputs(call: Call, tensors: Iterable[torch.Tensor]) -> int:
             continue
         # A view of an input leads past the unit through its base, but not by its own node; an
         # input that is handed through leads nowhere else.
-        for node in (_node_of(tensor), get_gradient_edge(tensor).node):
+        for node in (_node_of(tensor, call.began_at), get_gradient_edge(tensor).node):
             hooks = _hooks_of(node)
             if call not in hooks.live_ends():
                 watched[id(hooks)] = hooks
@@ -123,13 +126,20 @@ def watch_outputs(call: Call, tensors: Iterable[torch.Tensor]) -> int:
     return len(watched)
 
 
-def _node_of(tensor: torch.Tensor) -> Node:
+def is_made_since(tensor: torch.Tensor, began_at: int) -> bool:
+    """Whether a tensor's graph node was made since autograd's counter stood there. Local."""
+    node = tensor.grad_fn
+    return tensor.requires_grad and node is not None and node._sequence_nr() >= began_at
+
+
+def _node_of(tensor: torch.Tensor, began_at: int) -> Node:
     """The node that runs before anything behind ``tensor``; for a view, that of its base.
 
-    A change in place replaces the node of a view but not that of its base.
+    A change in place replaces the node of a view but not that of its base. A base that was there
+    before the forward leads past the unit.
     """
     base = tensor._base
-    if base is not None and base.requires_grad and base.grad_fn is not None:
+    if base is not None and is_made_since(base, began_at):
         tensor = base
     return get_gradient_edge(tensor).node
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch._compile import _disable_dynamo  # torch._dynamo.disable without importing it yet
 from torch.autograd.graph import Node
 
-from shard_fsdp._boundary import Call, watch_inputs, watch_outputs
+from shard_fsdp._boundary import Call, is_made_since, watch_inputs, watch_outputs
 from shard_fsdp._schedule import in_backward
 from shard_fsdp._unit import Unit
-from shard_fsdp._walk import find_tensors, map_tensors
+from shard_fsdp._walk import find_attributes, find_tensors, map_tensors
 
 
 class ForwardRun:
@@ -25,11 +25,18 @@ class ForwardRun:
         module: which of its modules runs.
     """
 
+    @staticmethod
+    def is_needed(unit: Unit) -> bool:
+        """Whether a forward has to be surrounded at all: not inside of one where all is free."""
+        return not (unit.is_exposed and unit.schedule.is_free)
+
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         self._unit = unit
         self._module = module
         self._call: Call | None = None
         self._inputs: list[Node] = []
+        self._containers: list[Any] = []  # arguments that the forward may put tensors into
+        self._first_stray = len(unit.schedule.strays)
 
     @_disable_dynamo
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -53,11 +60,13 @@ class ForwardRun:
         # A forward that recomputes for a checkpoint feeds saved tensors to a graph that is
         # watched already.
         if torch.is_grad_enabled() and not unit.in_backward:
-            self._call = Call(unit, [group.version for group in unit.groups])
+            self._call = unit.new_call()
             args, kwargs = map_tensors(_view_of_leaf, args), map_tensors(_view_of_leaf, kwargs)
             tensors: list[torch.Tensor] = []
             find_tensors((args, kwargs), tensors)
             self._inputs = watch_inputs(self._call, tensors)
+            values = (*args, *kwargs.values())
+            self._containers = [v for v in values if not isinstance(v, torch.Tensor)]
         return args, kwargs
 
     @_disable_dynamo
@@ -73,6 +82,7 @@ class ForwardRun:
         complaint = self._close()
         if complaint is not None:
             unit.reshard()
+            unit.schedule.leave_forward()
             raise RuntimeError(complaint)
         unit.to_run.discard(self._module)
         if unit.config.mp_policy.output_dtype is not None:
@@ -84,11 +94,11 @@ class ForwardRun:
         unit.keeps_full = any(unit.lends(t) for t in tensors)
         if self._call is not None:
             unit.keeps_full = unit.keeps_full or not all_seen
-            if watch_outputs(self._call, tensors):
+            if watch_outputs(self._call, tensors + self._find_strays(self._call)):
                 unit.add_call(self._call)
-        idle = unit.active == 0 and not unit.to_run and not in_backward()
-        if idle and unit.reshards_after_forward and not unit.is_needed:
-            unit.reshard_after_forward()
+        if not unit.to_run:
+            unit.end_forward()
+        unit.schedule.leave_forward()
         return output
 
     @_disable_dynamo
@@ -99,6 +109,22 @@ class ForwardRun:
         unit.to_run.clear()
         if unit.active == 0 and not in_backward():
             unit.reshard()
+        unit.schedule.leave_forward()
+
+    def _find_strays(self, call: Call) -> list[torch.Tensor]:
+        """Tensors that this forward made and put elsewhere than into its output.
+
+        They are looked for in the attributes of the unit's modules and in its arguments; those
+        of units inside were found when these ended.
+        """
+        strays = self._unit.schedule.strays
+        found: list[torch.Tensor] = []
+        for module in self._unit.own_modules():
+            find_attributes(module, found)
+        if self._containers:
+            find_tensors(self._containers, found)
+        strays += [t for t in found if is_made_since(t, call.began_at)]
+        return strays[self._first_stray :]
 
     def _own_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output that is a parameter, or a view of one, must outlive the full buffer."""
@@ -107,9 +133,10 @@ class ForwardRun:
     def _close(self) -> str | None:
         unit = self._unit
         unit.active -= 1
-        unit.schedule.leave_forward()
         self._inputs = []
-        return unit.hide()
+        complaint = unit.lost_change()
+        unit.hide()
+        return complaint
 
 
 def _view_of_leaf(tensor: torch.Tensor) -> torch.Tensor:

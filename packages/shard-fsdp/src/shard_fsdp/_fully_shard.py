@@ -6,16 +6,15 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, overload
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from shard_comm import Comm, GroupComm, comm_for
+from shard_comm import Comm
 from shard_fsdp._bridge import watch_optimizers
+from shard_fsdp._mesh import DataParallelMeshDims, Mesh, Ranks, ranks_of
 from shard_fsdp._module import FSDPModule, wrap_class
 from shard_fsdp._params import ManagedParam, collect_params, mark_taken
 from shard_fsdp._policy import (
@@ -24,13 +23,12 @@ from shard_fsdp._policy import (
     as_mixed_precision,
     as_offload,
 )
+from shard_fsdp._tensor_parallel import parallel_spec
 from shard_fsdp._unit import Unit, UnitConfig
 from shard_wrap import Policy, plan_units
 
-Mesh: TypeAlias = "DeviceMesh | Comm | tuple[Comm, Comm]"
 PlacementFn: TypeAlias = "Callable[[nn.Parameter], Shard | int | None]"
 
-_meshes: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 _ONE_DTYPE = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
@@ -45,6 +43,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     policy: Policy | None = ...,
 ) -> FSDPModule: ...
 
@@ -59,11 +58,12 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     policy: None = ...,
 ) -> list[FSDPModule]: ...
 
 
-def fully_shard(
+def fully_shard(  # noqa: PLR0913  # torch's arguments and one of ours
     module: nn.Module | list[nn.Module],
     *,
     mesh: Mesh | None = None,
@@ -72,6 +72,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _ONE_DTYPE,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     policy: Policy | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard a module's parameters, gradients and optimizer state over ranks.
@@ -98,6 +99,8 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer's
             state in host memory.
         ignored_params: parameters to leave as they are.
+        dp_mesh_dims: the dimensions of ``mesh`` to shard and to replicate over, where all
+            parameters are DTensors of that mesh, replicated over these.
         policy: how to cut the tree below ``module`` into units, from shard_wrap.
 
     Returns:
@@ -105,12 +108,17 @@ def fully_shard(
 
     Raises:
         ValueError: a module is wrapped already or has no forward to surround, a parameter is
-            tied to one of another unit or is no plain tensor, or an argument is out of range.
+            tied to one of another unit or is of a kind that cannot be sharded, or an argument is
+            out of range.
         TypeError: something other than a module was given.
 
-    **Collective**: local, but for a number in ``reshard_after_forward``, which all ranks set up
-    together. Every rank must hold the same values; each keeps its part of them. Parameters on
-    the meta device are sharded without values; see ``materialize``.
+    Parameters that are DTensors of another mesh, as ``parallelize_module`` makes them, are sharded
+    by their local parts; a forward sees DTensors of that mesh again.
+
+    **Collective**: local, but for a number in ``reshard_after_forward`` and for several dimensions
+    taken as one, which all ranks set up together. Every rank must hold the same values; each keeps
+    its part of them. Parameters on the meta device are sharded without values; see
+    ``materialize``.
 
     **Memory**: the unit's full parameters and their shard, until the call returns; then the shard.
 
@@ -122,23 +130,24 @@ def fully_shard(
     if mesh is None:
         _initialise_group()
     watch_optimizers()
-    comm, replicas = _comms_of(mesh, _device_of(modules))
-    reshard, part_comm = _reshard_setting(reshard_after_forward, comm)
+    ranks = ranks_of(mesh, dp_mesh_dims, device=_device_of(modules))
+    reshard, part_comm = _reshard_setting(reshard_after_forward, ranks.comm)
     config = UnitConfig(
-        comm=comm,
-        replicas=replicas,
+        comm=ranks.comm,
+        replicas=ranks.replicas,
         part_comm=part_comm,
-        mesh=_mesh_of(mesh, comm),
+        mesh=ranks.mesh,
+        dp_dims=ranks.dp_dims,
         mp_policy=as_mixed_precision(mp_policy),
         offload_policy=as_offload(offload_policy),
         reshard_after_forward=reshard,
     )
-    wrapper = _Wrapper(config, shard_placement_fn, set(ignored_params or ()))
+    wrapper = _Wrapper(config, ranks, shard_placement_fn, set(ignored_params or ()))
     if policy is None:
         wrapper.wrap(modules)
     else:
         wrapper.wrap_tree(modules, policy)
-    _move_buffers(modules, comm.device)
+    _move_buffers(modules, ranks.comm.device)
     return cast("FSDPModule | list[FSDPModule]", module)
 
 
@@ -147,6 +156,7 @@ class _Wrapper:
     """Makes units with one configuration."""
 
     config: UnitConfig
+    ranks: Ranks
     placement: PlacementFn | None
     ignored: set[nn.Parameter]
 
@@ -154,7 +164,7 @@ class _Wrapper:
         inner: set[nn.Module] = {
             m for root in modules for m in root.modules() if isinstance(m, FSDPModule)
         }
-        self._make(modules, collect_params(modules, stop_at=inner, ignored=self.ignored))
+        self._make(modules, self._find(modules, inner))
 
     def wrap_tree(self, modules: Sequence[nn.Module], policy: Policy) -> None:
         if len(modules) != 1:
@@ -168,13 +178,23 @@ class _Wrapper:
                     f"{name}: wrapped already; policy= needs a tree without wrapped parts"
                 )
         plans = plan_units(root, policy)
-        found = collect_params([root], stop_at=set(), ignored=self.ignored)
-        params = {p.name: p for p in found}
-        del found
+        params = {p.name: p for p in self._find([root], set())}
         for plan in plans:
             mine = [params.pop(name) for name in plan.params if name in params]
             self._make([root.get_submodule(plan.name)], mine)
             del mine  # the plain parameters are freed unit by unit
+
+    def _find(self, modules: Sequence[nn.Module], inner: set[nn.Module]) -> list[ManagedParam]:
+        found = collect_params(modules, stop_at=inner, ignored=self.ignored)
+        for managed in found:
+            if isinstance(managed.original, DTensor):
+                managed.parallel = parallel_spec(managed.name, managed.original, self.ranks)
+            elif self.ranks.spmd is not None:
+                raise ValueError(
+                    f"{managed.name}: expected a DTensor of {self.ranks.spmd}, as dp_mesh_dims= "
+                    f"says, got a plain tensor; make it one with distribute_module()"
+                )
+        return found
 
     def _make(self, modules: Sequence[nn.Module], params: Sequence[ManagedParam]) -> None:
         if self.placement is not None:
@@ -200,7 +220,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{type(module).__name__}: the module is wrapped already; call fully_shard() once "
                 f"per module, from the inside out"
             )
-        if type(module).forward is nn.Module.forward:
+        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
             raise ValueError(
                 f"{type(module).__name__} has no forward to gather parameters around; wrap the "
                 f"modules inside it, or the one that contains it"
@@ -226,40 +246,6 @@ def _device_of(modules: Sequence[nn.Module]) -> torch.device | None:
     return None
 
 
-def _comms_of(mesh: Any, device: torch.device | None) -> tuple[Comm, Comm | None]:
-    """The comms to shard and to replicate over."""
-    if isinstance(mesh, tuple):
-        replicate, shard = mesh
-        return comm_for(shard), replicate if replicate.size > 1 else None
-    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
-        names = _dim_names(mesh)
-        replicas = comm_for(mesh[names[0]])
-        return comm_for(mesh[names[1]]), replicas if replicas.size > 1 else None
-    return comm_for(mesh, device=device if mesh is None else None), None
-
-
-def _mesh_of(mesh: Any, comm: Comm) -> DeviceMesh | None:
-    """The mesh that sharded parameters report, with a process group where there is one."""
-    if isinstance(mesh, DeviceMesh):
-        return mesh if mesh.ndim == 1 else mesh[_dim_names(mesh)[1]]
-    group = comm.group if isinstance(comm, GroupComm) else None
-    if mesh is None and group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None:
-        return None  # ShardTensor makes one without groups
-    found = _meshes.get(group)
-    if found is None:
-        found = _meshes[group] = DeviceMesh.from_group(group, comm.device.type)
-    return found
-
-
-def _dim_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise ValueError(f"expected a 2-D mesh with mesh_dim_names, got {mesh}")
-    return names
-
-
 def _reshard_setting(setting: bool | int | None, comm: Comm) -> tuple[bool | None, Comm | None]:
     """What to do after forward, and the ranks to reshard to where those are not all."""
     if setting is None or isinstance(setting, bool):
@@ -277,13 +263,13 @@ def _block_of(managed: ManagedParam, placement: Any) -> int:
     placement = getattr(placement, "placement", placement)  # torch's ShardPlacementResult
     if placement is None:
         return 1
-    shape = managed.original.shape
+    shape = managed.local.shape
     if isinstance(placement, Shard):
         dim = placement.dim + (len(shape) if placement.dim < 0 else 0)
         if not 0 <= dim < max(len(shape), 1):
             raise ValueError(f"{managed.name}: got {placement} for shape {tuple(shape)}")
         rows = shape[0] if dim == 0 and len(shape) > 0 else 0
-        return max(managed.original.numel() // rows, 1) if rows else 1
+        return max(managed.local.numel() // rows, 1) if rows else 1
     if isinstance(placement, bool) or not isinstance(placement, int) or placement < 1:
         raise ValueError(
             f"{managed.name}: expected Shard, a block length above 0 or None from "

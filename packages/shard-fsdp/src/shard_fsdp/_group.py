@@ -9,13 +9,18 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from shard_comm import Comm, Work
-from shard_flat import FullBuffer, ParamSpec, ShardTensor, plan_layout
+from shard_comm import Comm, SharedArray, Work
+from shard_flat import ParamSpec, ShardTensor, plan_layout
+from shard_fsdp._assigned import find_assigned, note_owner
+from shard_fsdp._full import CopiedFull, Full, MappedFull, OwnShard
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
+from shard_fsdp._solo import SoloGrads
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class GroupContext:
         comm: the ranks to shard over.
         replicas: the ranks that hold the same pieces, in hybrid sharding.
         mesh: the mesh that sharded parameters report, if any.
+        dp_dims: dimensions of DTensor parameters' meshes that are data-parallel.
         device: where shards live; another device than the comm's when they are offloaded.
         pin_memory: page-lock the shards.
         mp_policy: compute and reduction dtypes.
@@ -36,6 +42,7 @@ class GroupContext:
     comm: Comm
     replicas: Comm | None
     mesh: DeviceMesh | None
+    dp_dims: tuple[str, ...]
     device: torch.device
     pin_memory: bool
     mp_policy: MixedPrecisionPolicy
@@ -68,14 +75,13 @@ class ParamGroup:
         self.comm = context.comm
         self._builds = 0
         self._slots = [p.slots for p in params]
-        specs = [
-            ParamSpec(p.name, tuple(p.original.shape), p.original.dtype, p.block) for p in params
-        ]
+        self._parallel = [p.parallel for p in params]
+        specs = [ParamSpec(p.name, tuple(p.local.shape), p.local.dtype, p.block) for p in params]
         self.layout = plan_layout(specs, self.comm.size)
         meta = params[0].original.device.type == "meta"
         self.shard = self._make_shard(torch.device("meta") if meta else context.device)
         if not meta:
-            self._copy_in([p.original.detach().reshape(-1) for p in params])
+            self._copy_in([p.local for p in params])
         self.sharded_params = [
             self._shard_param(i, p.original.requires_grad) for i, p in enumerate(params)
         ]
@@ -92,50 +98,81 @@ class ParamGroup:
     def _build(self) -> None:
         """Make what follows from the shard's dtype and device: full buffer and reducer."""
         self._builds += 1
+        note_owner(self, self.sharded_params)
         self._version = -1
         self._pieces = [p.local for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
         self._hooked = [False] * len(self.sharded_params)
+        self._accumulators: list[Node] = []  # of full parameters that have been trained
         self._seen_versions: list[int] = []
-        compute = self.context.mp_policy.compute_dtype(self.layout.dtype)
+        self.full: Full | None = None
+        self.full_params: list[nn.Parameter] = []
+        context = self.context
+        compute = context.mp_policy.compute_dtype(self.layout.dtype)
         self.aliased = (
             self.comm.size == 1
             and compute == self.layout.dtype
             and self.shard.device == self.comm.device
         )
-        self.full_params: list[nn.Parameter] = []
-        self.reducer = GradReducer(
-            self.layout,
-            self.sharded_params,
-            context=self.context,
-            dtype=self.context.mp_policy.reduction_dtype(self.layout.dtype),
-        )
-        if self.shard.device.type == "meta":
-            return
-        data = self.shard if self.aliased else self.comm.empty(self.layout.numel, compute)
-        self._full = FullBuffer(self.layout, data)
-        self._full_cdata = data.untyped_storage()._cdata
-        self.full_params = [
-            nn.Parameter(view, p.requires_grad)
-            for view, p in zip(self._full.views(), self.sharded_params, strict=True)
-        ]
-        if not self.aliased:
-            self._full.release()
+        self.reducer: GradReducer | SoloGrads
+        dtype = context.mp_policy.reduction_dtype(self.layout.dtype)
+        if self.comm.size == 1 and context.replicas is None:
+            self.reducer = SoloGrads(
+                self.full_params,
+                self.sharded_params,
+                context=context,
+                dtype=dtype,
+                casts=dtype != compute,
+            )
+        else:
+            self.reducer = GradReducer(
+                self.layout, self.sharded_params, context=context, dtype=dtype
+            )
+
+    @torch.inference_mode(False)
+    def _make_full(self) -> Full:
+        """Make the full array and its parameters.
+
+        **Collective**: where ranks share memory, all of them.
+        """
+        compute = self.context.mp_policy.compute_dtype(self.layout.dtype)
+        full: Full
+        if self.aliased:
+            full = OwnShard(self.shard)
+        elif (array := self._shared_array(compute)) is not None:
+            full = MappedFull(array)
+        else:
+            full = CopiedFull(self.layout, self.comm, compute, self.context.settings)
+        self._full_cdata = full.data.untyped_storage()._cdata
+        views = self.layout.views(full.data)
+        for view, how, p in zip(views, self._parallel, self.sharded_params, strict=True):
+            shown = view if how is None else how.wrap(view)
+            self.full_params.append(nn.Parameter(shown, p.requires_grad))
+        self.full = full
+        return full
+
+    def _shared_array(self, dtype: torch.dtype) -> SharedArray | None:
+        if self.layout.numel == 0 or self.context.settings.all_gather is not None:
+            return None
+        return self.comm.shared(self.layout.numel, dtype, name=self.name)
 
     @torch.no_grad()
     def _copy_in(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Take this rank's part of full flat parameters; None leaves a parameter as it is."""
+        """Take this rank's part of full parameters; None leaves a parameter as it is."""
         for value, piece in zip(values, self.layout.pieces(self.comm.rank), strict=True):
             if value is not None:
                 target = self.shard[piece.offset : piece.offset + piece.numel]
-                target.copy_(value[piece.start : piece.stop])
+                target.copy_(value.reshape(-1)[piece.start : piece.stop])
 
     def _local(self, index: int) -> torch.Tensor:
         piece = self.layout.piece(self.comm.rank, index)
         return self.shard[piece.offset : piece.offset + piece.numel]
 
     def _shard_param(self, index: int, requires_grad: bool) -> ShardTensor:
+        how = self._parallel[index]
         spec = self.layout.shard_spec(self.comm.rank, index)
+        if how is not None:
+            spec = replace(spec, outer=how.outer)
         tensor = ShardTensor(self._local(index), spec, comm=self.comm, mesh=self.context.mesh)
         param = nn.Parameter(tensor, requires_grad)
         assert isinstance(param, ShardTensor)
@@ -151,6 +188,11 @@ class ParamGroup:
                 sharded.spec = replace(sharded.spec, name=name)
 
     @property
+    def name(self) -> str:
+        """The first parameter's name, by which errors call the group's collectives."""
+        return self.sharded_params[0].spec.name
+
+    @property
     def was_trainable(self) -> bool:
         """Whether some parameter required a gradient in some forward."""
         return any(self._hooked)
@@ -164,13 +206,15 @@ class ParamGroup:
         into memory of their own, become part of the flat shard again.
 
         Raises:
-            ValueError: an assigned parameter does not fit.
+            ValueError: an assigned parameter does not fit, or one was deleted or tied.
+            RuntimeError: something else was assigned.
         """
         for index, slots in enumerate(self._slots):
-            module, attribute = slots[0]
-            found: object = module._parameters[attribute]
-            if found is not self.sharded_params[index]:
-                self._take_over(index, found)
+            sharded: object = self.sharded_params[index]
+            for module, attribute in slots:
+                if module._parameters.get(attribute) is not sharded:
+                    self._take_over(index)
+                    break
         if any(p.local is not q for p, q in zip(self.sharded_params, self._pieces, strict=True)):
             pieces = [p.local for p in self.sharded_params]
             if len({(p.dtype, p.device) for p in pieces}) == 1:  # else more is still to come
@@ -178,21 +222,10 @@ class ParamGroup:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _take_over(self, index: int, found: Any) -> None:
+    def _take_over(self, index: int) -> None:
         old = self.sharded_params[index]
         name = old.spec.name
-        if found is not None and not isinstance(found, nn.Parameter):
-            raise RuntimeError(
-                f"{name}: expected a parameter, got a {type(found).__name__} in its place (rank "
-                f"{self.comm.rank} of {self.comm.size}); torch.func.functional_call and the like "
-                f"cannot replace the parameters of a sharded module"
-            )
-        if found is None or found.shape != old.shape:
-            raise ValueError(
-                f"{name}: expected a parameter of shape {tuple(old.shape)}, got "
-                f"{None if found is None else tuple(found.shape)} (rank {self.comm.rank} of "
-                f"{self.comm.size}); a sharded module's parameters keep their shapes"
-            )
+        found = find_assigned(self._slots[index], old)
         if isinstance(found, ShardTensor):
             if not found.spec.is_cut_like(old.spec, self.comm.size):
                 raise ValueError(
@@ -235,54 +268,66 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether the shard changed since it was gathered."""
-        return self._version != self.shard._version
+        return not self.aliased and self._version != self.shard._version
 
-    def unshard(self) -> Work:
-        """Start filling the full buffer from all ranks' shards. Collective."""
+    def unshard(self, *, use_part: bool = False) -> Work:
+        """Start filling the full buffer from all ranks' shards. Collective.
+
+        Args:
+            use_part: fill it over fewer ranks, where ``keep_part`` left what that needs.
+        """
         if self.shard.device.type == "meta":
             raise RuntimeError(
-                f"{self.sharded_params[0].spec.name}: the parameter is on the meta device and has "
+                f"{self.name}: the parameter is on the meta device and has "
                 f"no values (rank {self.comm.rank} of {self.comm.size}); call materialize(), or "
                 f"to_empty() and give it values"
             )
         part, self._part = self._part, None
-        if self.is_stale:
-            part = None
         self._version = self.shard._version
-        if self.aliased:
-            return Work()
-        self._full.allocate()
-        if part is not None:
-            comm, kept = part
-            return comm.all_gather(self._full.data, kept, async_op=True)
-        source = self.shard
-        if source.dtype != self._full.data.dtype or source.device != self._full.data.device:
-            source = self._full.slice_of(self.comm.rank)
-            with torch.no_grad():
-                source.copy_(self.shard, non_blocking=True)  # the cast
-        return self.comm.all_gather(self._full.data, source, async_op=True)
+        full = self.full if self.full is not None else self._make_full()
+        return full.fill(self.shard, part if use_part else None, name=self.name)
 
-    def reshard(self) -> None:
-        """Free the full buffer. Local."""
-        self._part = None
-        if not self.aliased:
-            self._full.release()
+    def release(self) -> None:
+        """Free the full array. Local."""
+        if self.full is not None:
+            self.full.free()
 
-    def reshard_partly(self, comm: Comm) -> None:
-        """Keep one part in ``comm.size`` of the full buffer and free the rest. Local."""
-        if not self.aliased:
+    def spoil(self) -> None:
+        """Say that the full array no longer holds the shards' values. Local."""
+        if self.full is not None:
+            self.full.spoil()
+
+    def unmap(self) -> None:
+        """Make full parameters anew that are no longer in memory shared with others. Local."""
+        if isinstance(self.full, MappedFull):
+            self.full.free()
+            self._build()
+
+    def keep_part(self, comm: Comm) -> None:
+        """Copy one part in ``comm.size`` of the full array, for the next gather. Local."""
+        if isinstance(self.full, CopiedFull):
             numel = self.layout.numel // comm.size
-            kept = self._full.data[comm.rank * numel : (comm.rank + 1) * numel].clone()
+            kept = self.full.data[comm.rank * numel : (comm.rank + 1) * numel].clone()
             self._part = (comm, kept)
-            self._full.release()
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the full buffer, and that is going to be freed. Local."""
-        if self.aliased or tensor.layout is not torch.strided or isinstance(tensor, ShardTensor):
+        if type(tensor) is DTensor:
+            tensor = tensor._local_tensor
+        if self.full is None or not self.full.is_lent:
+            return False
+        if tensor.layout is not torch.strided or isinstance(tensor, ShardTensor):
             return False
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return False  # it has no storage of its own to look at
         return bool(tensor.untyped_storage()._cdata == self._full_cdata)
+
+    def expects_gradients(self) -> bool:
+        """Whether the backward that runs accumulates gradients of the parameters at all.
+
+        ``torch.autograd.grad`` does not, unless told to. Local, in a backward only.
+        """
+        return any(_will_run(node) for node in self._accumulators)
 
     def register_full(self) -> None:
         """Let the modules see the full parameters. Local."""
@@ -294,6 +339,12 @@ class ParamGroup:
             if sharded.requires_grad and not self._hooked[i]:
                 self._hooked[i] = True
                 full.register_post_accumulate_grad_hook(self.reducer.hook_for(i))
+                with (
+                    torch._C._DisableFuncTorch(),
+                    torch.inference_mode(False),
+                    torch.enable_grad(),
+                ):
+                    self._accumulators.append(get_gradient_edge(full).node)
             for module, attribute in slots:
                 module._parameters[attribute] = full
         self._seen_versions = [full._version for full in self.full_params]
@@ -309,10 +360,20 @@ class ParamGroup:
 
         Such a change is gone once the buffer is freed. Local.
         """
-        for full, version, sharded, slots in zip(
-            self.full_params, self._seen_versions, self.sharded_params, self._slots, strict=True
+        assert self.full is not None
+        base, itemsize = self.full.data.data_ptr(), self.full.data.element_size()
+        places = (base + start * itemsize for start in self.layout.starts)
+        for full, version, place, sharded, slots in zip(
+            self.full_params,
+            self._seen_versions,
+            places,
+            self.sharded_params,
+            self._slots,
+            strict=True,
         ):
-            replaced = slots[0][0]._parameters[slots[0][1]] is not full
+            found = slots[0][0]._parameters.get(slots[0][1])
+            own = full._local_tensor if isinstance(full, DTensor) else full
+            replaced = found is not full or (own.numel() > 0 and own.data_ptr() != place)
             if replaced or (full._version != version and not self.aliased):
                 what = "replaced" if replaced else "changed"
                 return (
@@ -338,6 +399,7 @@ class ParamGroup:
             [(copy.deepcopy(module, memo), attribute) for module, attribute in slots]
             for slots in self._slots
         ]
+        new._parallel = self._parallel
         new.sharded_params = [copy.deepcopy(p, memo) for p in self.sharded_params]
         new._relink([p.local for p in new.sharded_params])
         return new
@@ -365,5 +427,13 @@ class ParamGroup:
         full = torch.empty(param.shape, dtype=param.dtype, device=self.comm.device)
         fill(param.spec.name, full)
         values: list[torch.Tensor | None] = [None] * len(self.sharded_params)
-        values[index] = full.reshape(-1)
+        values[index] = full if param.spec.outer is None else param.spec.outer.part_of(full)
         self._copy_in(values)
+
+
+def _will_run(node: Node) -> bool:
+    """Whether the backward that runs will run ``node``, which accumulates a gradient."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad() returns this gradient instead
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from shard_fsdp._comm_methods import CommMethods
 from shard_fsdp._forward import ForwardRun
 from shard_fsdp._unit import Unit
 
@@ -27,7 +29,7 @@ class UnshardHandle:
         self._unit.wait_for_unshard()
 
 
-class FSDPModule(nn.Module):
+class FSDPModule(CommMethods, nn.Module):
     """A module whose parameters are sharded; ``fully_shard`` mixes it into the module's class.
 
     Methods act on this module's unit, those with ``recurse`` by default also on all units
@@ -144,9 +146,6 @@ class FSDPModule(nn.Module):
             raise ValueError(f"expected a divide factor above 0, got {factor}")
         self._shard_unit.settings.divide_factor = float(factor)
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted for programs that call it: reductions are sums here in any case."""
-
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
     ) -> None:
@@ -224,6 +223,28 @@ class FSDPModule(nn.Module):
         self._shard_unit.schedule.recover()
         return super().state_dict(*args, **kwargs)
 
+    def __copy__(self) -> FSDPModule:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy as any module is copied; the copy has shards of its own and shares comms."""
+        own: Any = getattr(super(), "__deepcopy__", None)
+        if own is not None:
+            return own(memo)
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(_state_of(self), memo))  # type: ignore[no-untyped-call]
+        return new
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: a sharded module holds communicators and does not pickle; "
+            f"save its state_dict() with shard_ckpt or torch.distributed.checkpoint, or what "
+            f"get_model_state_dict(full_state_dict=True) returns"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients, those of microbatches that were not reduced yet too."""
         super().zero_grad(set_to_none)
@@ -287,6 +308,14 @@ def wrap_class(module: nn.Module, unit: Unit) -> None:
     object.__setattr__(module, "_shard_unit", unit)
 
 
+def _state_of(module: FSDPModule) -> Any:
+    """What a copy is made from: as classes say, else all attributes."""
+    own = getattr(module, "__getstate__", None)
+    if own is None:  # every object has one from Python 3.11 on
+        return module.__dict__
+    return own()
+
+
 def _getitem(self: Any, index: Any) -> Any:
     """Index as the module does; a slice is a module of the plain class, as it is no unit."""
     part = super(FSDPModule, self).__getitem__(index)
@@ -298,6 +327,8 @@ def _getitem(self: Any, index: Any) -> Any:
 def _run(
     module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    if not ForwardRun.is_needed(module._shard_unit):
+        return function(*args, **kwargs)
     run = ForwardRun(module._shard_unit, module)
     try:
         args, kwargs = run.enter(args, kwargs)

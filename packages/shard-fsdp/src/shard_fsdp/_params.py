@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shard_flat import ShardTensor
+from shard_fsdp._tensor_parallel import ParallelSpec, local_part
 
 # Original parameter -> its FQN in the unit that took it. Outer modules that still refer to the
 # original are tied to that unit; nothing else could tell them apart from a fresh parameter.
@@ -22,15 +25,22 @@ class ManagedParam:
 
     Attributes:
         name: FQN as seen from the module being wrapped.
-        original: the plain parameter it was made from.
+        original: the plain parameter, or the DTensor, that it was made from.
         slots: every ``(module, attribute)`` that refers to it.
         block: run of elements that no rank boundary may cut.
+        parallel: how a forward sees it, where it is a DTensor.
     """
 
     name: str
     original: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
     block: int = 1
+    parallel: ParallelSpec | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What is cut into pieces: the parameter, or a DTensor's local part; detached."""
+        return local_part(self.original)
 
 
 def collect_params(
@@ -96,10 +106,16 @@ def _check_free(name: str, param: nn.Parameter) -> None:
     if isinstance(param, ShardTensor):
         raise ValueError(
             f"{name}: the parameter is sharded already (as {param.spec.name}); wrap each module "
-            f"once, from the inside out"
+            f"once, from the inside out, and tie parameters before that"
         )
-    if type(param.data) is not torch.Tensor:
+    if is_lazy(param):
         raise ValueError(
-            f"{name}: expected a plain tensor, got {type(param.data).__name__}; list it in "
-            f"ignored_params= to leave it alone"
+            f"{name}: the parameter has no shape yet ({type(param).__name__}); run the model once, "
+            f"as lazy modules need, before fully_shard()"
+        )
+    local = param.data._local_tensor if type(param.data) is DTensor else param.data
+    if type(local) is not torch.Tensor:
+        raise ValueError(
+            f"{name}: expected a plain tensor or a DTensor around one, got "
+            f"{type(param.data).__name__}; list it in ignored_params= to leave it alone"
         )

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shard_comm import Comm
+
 if TYPE_CHECKING:
+    from shard_fsdp._collectives import AllGather, ReduceScatter
     from shard_fsdp._unit import Unit
 
 
@@ -108,6 +111,9 @@ class UnitSettings:
         forward_prefetch: units to gather as soon as this one runs forward; None follows the
             recorded order.
         backward_prefetch: the same in backward.
+        all_gather: what gathers in place of the comm; None is the comm.
+        reduce_scatter: what reduces in place of the comm; None is the comm.
+        reduce_comm: the comm to reduce on; None is the one to gather on.
     """
 
     reshard_after_forward: bool | None = None
@@ -120,3 +126,6 @@ class UnitSettings:
     unshard_in_backward: bool = True
     forward_prefetch: list[Unit] | None = None
     backward_prefetch: list[Unit] | None = None
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    reduce_comm: Comm | None = None

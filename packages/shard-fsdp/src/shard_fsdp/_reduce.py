@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from shard_comm import Work
-from shard_flat import FlatLayout, FullBuffer, ShardTensor
+from shard_flat import FlatLayout, ShardTensor
+from shard_fsdp._collectives import reduce_scatter
+from shard_fsdp._handout import Handout, check_dense, indices
+from shard_fsdp._tensor_parallel import local_grad
 
 if TYPE_CHECKING:
     from shard_fsdp._group import GroupContext
@@ -28,8 +32,7 @@ class GradReducer:
     """Packs a group's gradients as they appear, reduces them once, hands out the pieces.
 
     Each gradient is cast and copied into its slot of a buffer and freed; later ones for the same
-    slot are added, so unsynchronised microbatches accumulate in the reduction dtype. With one
-    rank there is no buffer: a gradient becomes the sharded parameter's gradient as it is.
+    slot are added, so unsynchronised microbatches accumulate in the reduction dtype.
 
     Args:
         layout: the group's layout.
@@ -55,11 +58,11 @@ class GradReducer:
         self._context = context
         self._comm = context.comm
         self._layout = layout
-        self._params = params
+        self._handout = Handout(params, context)
         self._dtype = dtype
         self._pieces = layout.pieces(context.comm.rank)
         self._gaps = layout.gaps()
-        self._buffer: FullBuffer | None = None
+        self._buffer: torch.Tensor | None = None
         self._slots: list[torch.Tensor] = []
         self._flight: _Flight | None = None
         self._partial: torch.Tensor | None = None  # reduced here, not yet over replicas
@@ -72,6 +75,7 @@ class GradReducer:
         def take(param: torch.Tensor) -> None:
             grad, param.grad = param.grad, None
             if grad is not None:
+                grad = local_grad(grad, param, self._context.dp_dims)
                 self._context.on_arrival()
                 # A backward that makes a graph of itself runs with gradients on.
                 self.receive(index, grad.detach() if grad.requires_grad else grad)
@@ -87,24 +91,17 @@ class GradReducer:
         **Collective**: local, except that a reduction of the same group that is still in flight
         is waited for.
         """
-        if grad.layout is not torch.strided:
-            raise TypeError(
-                f"{self._params[index].spec.name}: expected a dense gradient, got layout "
-                f"{grad.layout} (rank {self._comm.rank} of {self._comm.size}); use sparse=False"
-            )
-        if self._is_solo:
-            piece = grad.reshape(-1)
-            if piece.dtype != self._dtype:
-                piece = piece.to(self._dtype)
-            self._keep(index, piece.div_(self._factor) if self._factor != 1 else piece)
+        check_dense(self._handout.params[index].spec.name, grad, self._context)
+        self.finish()
+        self._make_buffer()
+        slot = self._slots[index]
+        scale = self._scale
+        if self.arrived[index]:
+            slot.add_(grad, alpha=scale)
+        elif scale != 1:
+            torch.mul(grad, scale, out=slot)
         else:
-            self.finish()
-            self._make_buffer()
-            slot = self._slots[index]
-            if self.arrived[index]:
-                slot.add_(grad)
-            else:
-                slot.copy_(grad)
+            slot.copy_(grad)
         self.arrived[index] = True
 
     @torch.no_grad()
@@ -113,26 +110,18 @@ class GradReducer:
 
         **Collective**: all ranks, also those where nothing arrived.
         """
-        wanted = self.arrived
-        if self._context.settings.zero_fill_unused:
-            wanted = [p.requires_grad for p in self._params]
-        arrived, self.arrived = self.arrived, [False] * len(self._params)
-        if self._is_solo:
-            for index in _indices(wanted):
-                if not arrived[index]:
-                    self._keep(index, torch.zeros_like(self._params[index].local))
-            self._fire_user_hooks(wanted)
-            return
+        arrived, self.arrived = self.arrived, [False] * len(self.arrived)
+        wanted = self._handout.wanted(arrived)
         self.finish()
-        self._make_buffer()
-        assert self._buffer is not None
+        buffer = self._make_buffer()
         for index, slot in enumerate(self._slots):
             if not arrived[index]:
                 slot.zero_()
         for start, stop in self._gaps:
-            self._buffer.data[start:stop].zero_()
+            buffer[start:stop].zero_()
         out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
-        work = self._comm.reduce_scatter(out, self._buffer.data, async_op=True)
+        name = self._handout.params[0].spec.name
+        work = reduce_scatter(self._comm, out, buffer, self._context.settings, name=name)
         self._flight = _Flight(work, out, wanted)
 
     @torch.no_grad()
@@ -145,8 +134,7 @@ class GradReducer:
         if flight is None:
             return
         flight.work.wait()
-        assert self._buffer is not None
-        self._buffer.release()
+        self._drop_buffer()
         reduced = flight.out
         settings = self._context.settings
         if self._partial is not None:
@@ -157,67 +145,47 @@ class GradReducer:
             if not settings.all_reduce_gradients:
                 self._partial, self._pending = reduced, wanted
                 return
-            self._context.replicas.all_reduce(reduced)
-        self._pending = [False] * len(self._params)
-        if self._factor != 1:
-            reduced.div_(self._factor)
+            self._context.replicas.all_reduce(reduced, name=self._handout.params[0].spec.name)
+        self._pending = [False] * len(self._pending)
+        factor = self._handout.divisor * self._scale
+        if factor != 1:
+            reduced.div_(factor)
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(reduced)
         shard = reduced.to(device=self._context.device, dtype=self._layout.dtype)
-        for index in _indices(wanted):
+        for index in indices(wanted):
             piece = self._pieces[index]
-            self._keep(index, shard[piece.offset : piece.offset + piece.numel])
-        self._fire_user_hooks(wanted)
+            self._handout.keep(index, shard[piece.offset : piece.offset + piece.numel])
+        self._handout.fire(wanted)
 
     def discard(self) -> None:
         """Forget all gradients that were not handed out, after an exception."""
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.work.wait()
-        self.arrived = [False] * len(self._params)
-        self._pending = [False] * len(self._params)
+        self.arrived = [False] * len(self.arrived)
+        self._pending = [False] * len(self._pending)
         self._partial = None
-        if self._buffer is not None:
-            self._buffer.release()
+        self._drop_buffer()
 
     @property
-    def _is_solo(self) -> bool:
-        return self._comm.size == 1 and self._context.replicas is None
+    def _scale(self) -> float:
+        """What gradients are multiplied by before they are summed.
 
-    @property
-    def _factor(self) -> float:
-        factor = self._context.settings.divide_factor
-        if factor is not None:
-            return factor
-        replicas = self._context.replicas
-        return self._comm.size * (1 if replicas is None else replicas.size)
+        Half of the division by n, as the power of two near its root, where the sum of n float16
+        numbers could overflow; 1 elsewhere.
+        """
+        divisor = self._handout.divisor
+        if self._dtype != torch.float16 or divisor <= 1:
+            return 1.0
+        return 2.0 ** -math.ceil(math.log2(divisor) / 2)
 
-    def _make_buffer(self) -> None:
+    def _make_buffer(self) -> torch.Tensor:
         if self._buffer is None:
-            data = self._comm.empty(self._layout.numel, self._dtype)
-            self._buffer = FullBuffer(self._layout, data)
-            self._slots = self._buffer.views()
-        self._buffer.allocate()
+            self._buffer = self._comm.empty(self._layout.numel, self._dtype)
+            self._slots = self._layout.views(self._buffer)
+        return self._buffer
 
-    def _keep(self, index: int, piece: torch.Tensor) -> None:
-        """Set or add to the sharded parameter's gradient."""
-        param = self._params[index]
-        if piece.dtype != self._layout.dtype or piece.device != param.local.device:
-            piece = piece.to(device=param.local.device, dtype=self._layout.dtype)
-        grad = param.grad
-        if grad is None:
-            param.grad = param.like(piece)
-        else:
-            assert isinstance(grad, ShardTensor)
-            grad.add_(param.like(piece))
-
-    def _fire_user_hooks(self, wanted: list[bool]) -> None:
-        for index in _indices(wanted):
-            param = self._params[index]
-            hooks = param._post_accumulate_grad_hooks
-            for hook in list((hooks or {}).values()):
-                hook(param)
-
-
-def _indices(flags: Sequence[bool]) -> Iterator[int]:
-    return (i for i, flag in enumerate(flags) if flag)
+    def _drop_buffer(self) -> None:
+        self._buffer = None
+        self._slots = []

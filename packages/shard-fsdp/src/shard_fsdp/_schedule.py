@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
 
-from shard_fsdp._agree import Arrivals, agree_on_arrivals
+from shard_fsdp._agree import Arrivals, Trail, agree_on_any, agree_on_arrivals
+from shard_fsdp._path import Path
 
 if TYPE_CHECKING:
-    from shard_fsdp._boundary import Call
     from shard_fsdp._group import ParamGroup
     from shard_fsdp._unit import Unit, UnitConfig
 
@@ -29,10 +30,13 @@ class Schedule:
 
     Attributes:
         units: all of them, inner before outer.
-        generation: counts forwards of the root and backwards; forwards of one generation are
-            expected to be reached by one backward.
-        is_last_backward: False leaves the last reduction in flight and keeps the recorded order,
-            for another backward through the same forwards.
+        is_free: nothing is ever gathered or cast, so all units go together with the outermost one.
+        accumulates: the backward that runs accumulates gradients of some parameters.
+        path: of the outermost forward that runs, or ran last.
+        pauses: counts ends of outermost forwards and of backwards; between them shards may change.
+        is_last_backward: False leaves the last reduction in flight, for another backward.
+        strays: tensors with a graph that the forwards that run now put elsewhere than into their
+            outputs.
         max_flying: reductions in flight at once.
     """
 
@@ -40,15 +44,21 @@ class Schedule:
         self.units: list[Unit] = []
         self.is_last_backward = True
         self.max_flying = 1
-        self.generation = 0
+        self.strays: list[torch.Tensor] = []
+        self.is_free = False
+        self.accumulates = False
+        self.path = Path()
+        self.pauses = 0
         self._depth = 0
         self._entered: list[Unit] = []  # in this forward, as they began
         self._expected: list[Unit] = []  # in the last one
-        self._left: list[Unit] = []  # recorded for backward, as they ended
+        self._followed: list[Path] = []  # by the backward that runs
         self._ahead: set[Unit] = set()  # gathered before their forward
         self._ending: weakref.ref[_EndOfBackward] | None = None
         self._flying: list[ParamGroup] = []
         self._reduced: dict[ParamGroup, list[bool]] = {}
+        self._remakes_graph = False  # the backward that runs
+        self._trails: dict[tuple[int, int], Trail] = {}
 
     @property
     def root(self) -> Unit:
@@ -87,9 +97,12 @@ class Schedule:
             return
         if self._depth == 1:
             self.recover()
-            self.generation += 1
+            for each in self.units:
+                each.begin_step()
+            self._drop_stale()
+            self.is_free = all(each.is_free for each in self.units)
+            self.path = Path()
             self._expected, self._entered = self._entered, []
-            self._left.clear()
         self._entered.append(unit)
         self._ahead.discard(unit)
 
@@ -108,19 +121,43 @@ class Schedule:
                 self._ahead.add(each)
 
     def leave_forward(self) -> None:
-        """Note that a unit's forward ended, with or without an exception. Local."""
-        self._depth -= 1
-        if self._depth == 0 and self._ahead:
-            for unit in self._ahead:
-                unit.reshard()
-            self._ahead.clear()
+        """Note that a unit's forward ended, with or without an exception.
 
-    def record(self, call: Call) -> None:
-        """Append a forward to the order that backward will follow in reverse. Local."""
-        call.generation = self.generation
-        if not in_backward():
-            call.position = len(self._left)
-            self._left.append(call.unit)
+        When the outermost one ends, all that was left gathered for modules that never ran is
+        freed, and without gradients the root as well: no backward follows.
+
+        **Collective**: local.
+        """
+        self._depth -= 1
+        if self._depth or in_backward():
+            return
+        self.pauses += 1
+        self.strays.clear()
+        for unit in (*self._ahead, *(u for u in self._entered if u.to_run)):
+            unit.end_forward()
+        self._ahead.clear()
+        if not torch.is_grad_enabled() and self.root.settings.reshard_after_forward is None:
+            self.root.reshard()
+
+    def _drop_stale(self) -> None:
+        """Reshard what was kept gathered since an earlier step and has changed on some rank.
+
+        **Collective**: all ranks where something was kept, else local.
+        """
+        kept = [u for u in self.units if u.is_full and u.gathered_in != self.pauses]
+        for unit in kept:
+            unit.settle()
+        for config, units in _by_ranks(kept):
+            stale = [unit.is_stale for unit in units]
+            for unit, drop in zip(
+                units, agree_on_any(stale, config.comm, config.replicas), strict=True
+            ):
+                if drop:
+                    unit.reshard()
+
+    def trail_of(self, unit: Unit) -> Trail:
+        """Return the record of collectives among the ranks that share ``unit``. Local."""
+        return self._trails.setdefault(_ranks_of(unit), Trail())
 
     # --- backward ---
 
@@ -129,6 +166,9 @@ class Schedule:
         self.recover()
         if self._ending is None:
             self._land()  # what the last backward left in flight
+            self._remakes_graph = torch.is_grad_enabled()
+            groups = (group for unit in self.units for group in unit.groups)
+            self.accumulates = any(group.expects_gradients() for group in groups)
             ending = _EndOfBackward(self)
             self._ending = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
@@ -142,19 +182,30 @@ class Schedule:
         **Collective**: local, except that a reduction in flight is waited for.
         """
         if self._ending is not None and self._ending() is None:
-            logger.warning("the last backward did not finish; its gradients are dropped")
+            lost = [u.name for u in self.units if any(any(g.reducer.arrived) for g in u.groups)]
+            logger.warning(
+                "the last backward did not finish: gradients that were not reduced yet are "
+                "dropped, those of earlier microbatches too (units of %s)",
+                ", ".join(lost[:8]) + (", ..." if len(lost) > 8 else "") if lost else "none",
+            )
             self.reset()
 
-    def prefetch_backward(self, call: Call) -> None:
-        """Start gathering what ran before ``call``, or what its unit was told to. Collective."""
-        explicit = call.unit.settings.backward_prefetch
-        if explicit is not None:
-            for unit in explicit:
-                unit.unshard()
-        elif 0 < call.position < len(self._left):
-            self._left[call.position - 1].unshard()
+    def follow(self, path: Path, number: int) -> None:
+        """Follow a path in backward, as all ranks do. Collective."""
+        if path not in self._followed:
+            self._followed.append(path)
+        path.follow(number)
 
-    def reduce(self, group: ParamGroup) -> None:
+    def prefetch_backward(self, unit: Unit, path: Path | None, left_at: int) -> None:
+        """Start gathering what ran before, or what the unit was told to. Collective."""
+        following = unit.settings.backward_prefetch
+        if following is None:
+            before = path.before(left_at) if path is not None else None
+            following = [] if before is None else [before]
+        for each in following:
+            each.unshard(for_backward=True)
+
+    def reduce(self, unit: Unit, group: ParamGroup) -> None:
         """Start reducing a group's gradients. Collective.
 
         The reduction before it, which ran beside this unit's backward, is waited for first: one
@@ -163,6 +214,7 @@ class Schedule:
         while len(self._flying) >= self.max_flying:
             self._flying.pop(0).reducer.finish()
         self._reduced[group] = self._seen(group)
+        self.trail_of(unit).append(f"reduce {unit.name}")
         group.reducer.launch()
         self._flying.append(group)
 
@@ -172,18 +224,22 @@ class Schedule:
         Raises:
             RuntimeError: a parameter got a gradient on some ranks only; raised on all of them.
         """
+        for path in self._followed:
+            path.follow(-1)
         for unit in reversed(self.units):
             unit.reduce_touched()
         complaints = []
-        for config, arrivals in self._arrivals():
-            verdict = agree_on_arrivals(arrivals, config.comm, config.replicas)
-            for group in verdict.waiting:
-                self.reduce(group)
+        syncing = [u for u in reversed(self.units) if u.settings.sync_gradients]
+        for config, units in _by_ranks(syncing):
+            arrivals = self._arrivals(units)
+            trail = self.trail_of(units[0])
+            verdict = agree_on_arrivals(arrivals, trail, config.comm, config.replicas)
+            for arrival in verdict.waiting:
+                self.reduce(arrival.unit, arrival.group)
             if verdict.complaint is not None:
                 complaints.append(verdict.complaint)
         if self.is_last_backward:
             self._land()
-            self._left.clear()
         self._end_step()
         if complaints:
             raise RuntimeError("; ".join(complaints))
@@ -197,7 +253,6 @@ class Schedule:
             for group in unit.groups:
                 group.reducer.discard()
         self._flying = []
-        self._left.clear()
         self._end_step()
 
     def _land(self) -> None:
@@ -208,9 +263,12 @@ class Schedule:
     def _end_step(self) -> None:
         self._reduced = {}
         self._ending = None
-        self.generation += 1
+        self.pauses += 1
+        for path in self._followed:
+            path.rewind()
+        self._followed.clear()
         for unit in self.units:
-            unit.end_step()
+            unit.end_step(remakes_graph=self._remakes_graph)
 
     def _seen(self, group: ParamGroup) -> list[bool]:
         """Which parameters got a gradient in this backward, reduced already or not."""
@@ -218,21 +276,20 @@ class Schedule:
         before = self._reduced.get(group, arrived)
         return [a or b for a, b in zip(arrived, before, strict=True)]
 
-    def _arrivals(self) -> list[tuple[UnitConfig, list[Arrivals]]]:
-        """What arrived, for each set of ranks that shares parameters, outer units first."""
-        found: dict[tuple[int, int], tuple[UnitConfig, list[Arrivals]]] = {}
-        for unit in reversed(self.units):
-            if not unit.settings.sync_gradients:
-                continue
-            ranks = (id(unit.config.comm), id(unit.config.replicas))
-            _, arrivals = found.setdefault(ranks, (unit.config, []))
-            for group in unit.groups:
-                if not group.was_trainable:
-                    continue
-                waiting = any(group.reducer.arrived)
-                may_differ = unit.settings.zero_fill_unused
-                arrivals.append(Arrivals(group, self._seen(group), waiting, may_differ))
-        return list(found.values())
+    def _arrivals(self, units: list[Unit]) -> list[Arrivals]:
+        """What arrived at the groups that may be trained."""
+        return [
+            Arrivals(
+                unit,
+                group,
+                seen=self._seen(group),
+                waiting=any(group.reducer.arrived),
+                may_differ=unit.settings.zero_fill_unused,
+            )
+            for unit in units
+            for group in unit.groups
+            if group.was_trainable
+        ]
 
 
 class _EndOfBackward:
@@ -248,3 +305,15 @@ class _EndOfBackward:
 def in_backward() -> bool:
     """Whether this thread runs inside an autograd backward. Local."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _ranks_of(unit: Unit) -> tuple[int, int]:
+    return id(unit.config.comm), id(unit.config.replicas)
+
+
+def _by_ranks(units: Iterable[Unit]) -> list[tuple[UnitConfig, list[Unit]]]:
+    """Units by the set of ranks that shares them, both in the order given."""
+    found: dict[tuple[int, int], tuple[UnitConfig, list[Unit]]] = {}
+    for unit in units:
+        found.setdefault(_ranks_of(unit), (unit.config, []))[1].append(unit)
+    return list(found.values())

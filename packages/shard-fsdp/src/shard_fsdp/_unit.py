@@ -15,6 +15,7 @@ from shard_comm import Comm, Work
 from shard_fsdp._boundary import Call
 from shard_fsdp._group import GroupContext, ParamGroup
 from shard_fsdp._params import ManagedParam
+from shard_fsdp._path import Path
 from shard_fsdp._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from shard_fsdp._schedule import Schedule, in_backward
 
@@ -28,6 +29,7 @@ class UnitConfig:
         replicas: the ranks that hold the same pieces, in hybrid sharding.
         part_comm: the ranks to reshard to after forward, where those are not all.
         mesh: the mesh that sharded parameters report, if any.
+        dp_dims: dimensions of DTensor parameters' meshes that are data-parallel.
         mp_policy: dtypes.
         offload_policy: where shards live.
         reshard_after_forward: the setting to begin with.
@@ -37,6 +39,7 @@ class UnitConfig:
     replicas: Comm | None
     part_comm: Comm | None
     mesh: DeviceMesh | None
+    dp_dims: tuple[str, ...]
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     reshard_after_forward: bool | None
@@ -56,9 +59,13 @@ class Unit:
         schedule: shared with all units of the same root.
         active: forwards of its modules that are running now.
         to_run: modules that have not run yet since the unit was last gathered for a forward.
+        is_full: all ranks gathered it and have not resharded it since.
+        gathered_in: the schedule's count of pauses when it was gathered.
+        has_storage: its full buffers hold something, gathered or on the way.
+        is_exposed: its modules see full parameters.
         keeps_full: its last forward returned an object that may hide tensors, so nothing would
-            gather again before their backward, or that shows full parameters; they stay until the
-            next forward.
+            gather again before their backward, or that shows full parameters; the storage stays
+            until the next forward, though the unit counts as resharded, as it may on other ranks.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class Unit:
             comm=config.comm,
             replicas=config.replicas,
             mesh=config.mesh,
+            dp_dims=config.dp_dims,
             device=torch.device("cpu") if offloaded else config.comm.device,
             pin_memory=isinstance(offload, CPUOffloadPolicy)
             and offload.pin_memory
@@ -97,14 +105,18 @@ class Unit:
         self.active = 0
         self.to_run: set[nn.Module] = set()
         self.keeps_full = False
+        self.is_full = False
+        self.gathered_in = 0
+        self.has_storage = False
         self._gathering: list[Work] = []
-        self._is_full = False
         self._begun: list[Call] = []
-        self._recorded = (0, 0)  # a generation, and how many of its calls have not ended
-        self._touched = False
+        self._is_reached = False  # by the backward that runs
+        self._touched = False  # its gradients are to be reduced
+        self._own_modules: list[nn.Module] | None = None
         self._remakes_graph = False
+        self._graph_is_spent = False
         self._users = 0
-        self._is_exposed = False
+        self.is_exposed = False
 
     @property
     def comm(self) -> Comm:
@@ -123,11 +135,6 @@ class Unit:
         return bool(self._begun)
 
     @property
-    def is_needed(self) -> bool:
-        """Whether somebody outside may still read full parameters."""
-        return self.keeps_full or self._remakes_graph
-
-    @property
     def has_buffers(self) -> bool:
         """Whether full parameters live in buffers that are freed, and not in the shards."""
         return not all(group.aliased for group in self.groups)
@@ -136,32 +143,72 @@ class Unit:
         """Whether a tensor lies in a full buffer that will be freed. Local."""
         return any(group.lends(tensor) for group in self.groups)
 
+    def own_modules(self) -> list[nn.Module]:
+        """Return the modules inside that a user wrote, without those of units inside. Local."""
+        if self._own_modules is None:
+            others = {id(m) for u in self.schedule.units if u is not self for m in u.modules}
+            self._own_modules, pending = [], list(self.modules)
+            while pending:
+                module = pending.pop()
+                if not type(module).__module__.startswith("torch.nn.modules."):
+                    self._own_modules.append(module)
+                pending += [c for c in module.children() if id(c) not in others]
+        return self._own_modules
+
     def trainable_groups(self) -> list[ParamGroup]:
         """Return the groups with at least one parameter that requires a gradient. Local."""
         return [g for g in self.groups if any(p.requires_grad for p in g.sharded_params)]
 
     def _on_arrival(self) -> None:
         self.schedule.start_backward()
+        missing = self._gathering or not self.has_storage
+        if not self._is_reached and missing and self.has_buffers:
+            raise RuntimeError(
+                f"{self.name}: a gradient came back that did not pass through the outputs of its "
+                f"forward (rank {self.comm.rank} of {self.comm.size}), so the parameters may have "
+                f"been read before they were gathered; return what the loss depends on from "
+                f"forward, or call set_reshard_after_forward(False)"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of its first parameter, for messages; a unit without any has none."""
+        return self.groups[0].sharded_params[0].spec.name
 
     # --- gathering ---
 
-    def unshard(self) -> bool:
-        """Start gathering, unless that was done and the shards have not changed.
+    def unshard(self, *, for_backward: bool = False) -> bool:
+        """Start gathering, unless that was done.
+
+        Args:
+            for_backward: gather from the smaller group that forward resharded to, if any.
 
         Returns:
             Whether a gather was started.
 
         **Collective**: all ranks.
         """
-        if not self._is_exposed:
-            for group in self.groups:
-                group.settle()
-        if self._is_full and not any(group.is_stale for group in self.groups):
+        if self.is_full:
             return False
+        if not self.is_exposed:
+            self.settle()
         self.wait_for_unshard()
-        self._gathering = [group.unshard() for group in self.groups]
-        self._is_full = True
+        if self.groups:
+            self.schedule.trail_of(self).append(f"gather {self.name}")
+        self._gathering = [group.unshard(use_part=for_backward) for group in self.groups]
+        self.is_full = self.has_storage = True
+        self.gathered_in = self.schedule.pauses
         return True
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard changed since it was gathered, as far as this rank knows."""
+        return any(group.is_stale for group in self.groups)
+
+    def settle(self) -> None:
+        """Take in parameters that were assigned, cast or moved from outside. Local."""
+        for group in self.groups:
+            group.settle()
 
     def wait_for_unshard(self) -> None:
         """Wait until the full parameters are there."""
@@ -170,129 +217,207 @@ class Unit:
             for work in gathering:
                 work.wait()
         except BaseException:
-            self._is_full = False
+            self.is_full = False
             raise
 
-    def reshard(self) -> None:
-        """Free the full buffers, unless a forward or a backward is using them.
+    def reshard(self, part: Comm | None = None) -> None:
+        """Free the full buffers, once no forward and no backward is using them.
+
+        Args:
+            part: keep what gathering over these ranks alone needs.
 
         **Collective**: local, except that a gather under way is waited for.
         """
         self.wait_for_unshard()
-        if self._is_full and not self._users:
-            self._is_full = False
+        if part is not None and self.is_full:
             for group in self.groups:
-                group.reshard()
+                group.keep_part(part)
+        self.is_full = False
+        is_used = self._users or self.keeps_full or self._remakes_graph
+        if self.has_storage and not is_used:
+            self.has_storage = False
+            for group in self.groups:
+                group.release()
 
-    def reshard_after_forward(self) -> None:
-        """Free the full buffers, or all but a part of them. Local."""
-        part = self.config.part_comm
-        if part is None or not torch.is_grad_enabled():
-            self.reshard()
+    def end_forward(self) -> None:
+        """Free what the settings say, once none of its forwards is running. Local."""
+        self.to_run.clear()
+        if self.active or in_backward():
             return
-        self.wait_for_unshard()
-        if self._is_full:
-            self._is_full = False
-            for group in self.groups:
-                group.reshard_partly(part)
+        if self.reshards_after_forward:
+            self.reshard(self.config.part_comm if torch.is_grad_enabled() else None)
 
-    def expose(self) -> None:
+    @property
+    def is_free(self) -> bool:
+        """Whether its forwards need nothing but the full parameters, and those are the shards.
+
+        Hooks that wait for its gradients want them when its backward ends, and not later.
+        """
+        policy = self.config.mp_policy
+        casts = policy.output_dtype is not None or (
+            policy.param_dtype is not None and policy.cast_forward_inputs
+        )
+        if casts or self.has_buffers:
+            return False
+        params = (p for group in self.groups for p in group.sharded_params)
+        return not any(p._post_accumulate_grad_hooks for p in params)
+
+    def expose(self, *, for_backward: bool = False) -> None:
         """Gather, and let the modules see full parameters until as many calls of ``hide``.
+
+        Where nothing is ever gathered, all units of the root go together.
 
         **Collective**: all ranks.
         """
+        for unit in self._together():
+            unit._expose(for_backward)
+
+    def hide(self) -> None:
+        """Undo one ``expose``: the last one lets the modules see sharded parameters. Local."""
+        for unit in self._together():
+            unit._hide()
+
+    def _together(self) -> list[Unit]:
+        return self.schedule.units if self.schedule.is_free else [self]
+
+    def _expose(self, for_backward: bool) -> None:
         self._users += 1
-        self.unshard()
-        self.wait_for_unshard()
-        if not self._is_exposed:
-            self._is_exposed = True
+        with torch._C._DisableFuncTorch():  # a transform around would wrap what is gathered
+            self.unshard(for_backward=for_backward)
+            self.wait_for_unshard()
+        if not self.is_exposed:
+            if self.is_stale:
+                raise RuntimeError(
+                    f"{self.name}: its group of parameters changed after it was gathered (rank "
+                    f"{self.comm.rank} of {self.comm.size}); call reshard() before changing them"
+                )
+            self.is_exposed = True
             for group in self.groups:
                 group.register_full()
 
-    def hide(self) -> str | None:
-        """Undo one ``expose``: the last one lets the modules see sharded parameters.
-
-        Returns:
-            What is wrong if the modules changed a full parameter, a change that is lost.
-
-        **Collective**: local.
-        """
+    def _hide(self) -> None:
         self._users -= 1
-        complaint = None
-        if self._users == 0 and self._is_exposed:
-            self._is_exposed = False
+        if self._users == 0 and self.is_exposed:
+            self.is_exposed = False
             for group in self.groups:
-                complaint = complaint or group.lost_change()
                 group.register_sharded()
-        return complaint
+            if not self.is_full:
+                self.reshard()
+
+    def lost_change(self) -> str | None:
+        """Say which full parameter its modules changed, a change that would be lost. Local."""
+        for unit in self._together():
+            for group in unit.groups if unit.is_exposed else ():
+                complaint = group.lost_change()
+                if complaint is not None:
+                    unit.is_full = False  # all ranks raise alike
+                    for each in unit.groups:
+                        each.spoil()
+                    return complaint
+        return None
 
     # --- backward ---
 
+    def new_call(self) -> Call:
+        """Return a record of a forward that begins now. Local."""
+        call = Call(self, [group.version for unit in self._together() for group in unit.groups])
+        if not in_backward():  # a checkpoint's forward again: its graph may never be run
+            call.path = self.schedule.path
+            call.entered_at = call.path.enter(self)
+        return call
+
     def add_call(self, call: Call) -> None:
-        """Note a forward that autograd recorded. Local."""
-        self.schedule.record(call)
-        if in_backward():
-            return  # a checkpoint's forward again, whose graph may never be run
-        self._recorded = (call.generation, self._unended(call.generation) + 1)
-
-    def _unended(self, generation: int) -> int:
-        """How many forwards of this generation have not ended.
-
-        They are counted, since which of them are still alive may differ between ranks.
-        """
-        return self._recorded[1] if self._recorded[0] == generation else 0
+        """Note that autograd recorded a forward. Local."""
+        if call.path is not None:
+            call.left_at = call.path.leave(call.entered_at)
 
     def begin_backward(self, call: Call) -> None:
         """Backward has reached the outputs of ``call``. Collective."""
         self.schedule.start_backward()
-        self._touched = True
-        self._remakes_graph = torch.is_grad_enabled()  # create_graph: it holds full parameters
+        if torch.is_grad_enabled():  # create_graph: the new graph holds full parameters
+            self._remakes_graph = True
+        if call.path is not None:
+            self.schedule.follow(call.path, call.left_at)
+        self._touch()
         if not self.settings.unshard_in_backward or call.begun:
             return
         self._check_unchanged(call)
         call.rewind()
         call.begun = True
         self._begun.append(call)
-        self.expose()  # a checkpoint inside may run parts of the forward again
-        self.schedule.prefetch_backward(call)
+        self.expose(for_backward=True)  # a checkpoint inside may run parts of the forward again
+        self.schedule.prefetch_backward(self, call.path, call.left_at)
 
     def end_backward(self, call: Call) -> None:
         """Backward has passed the inputs of ``call``. Collective."""
         call.rewind()
         self._begun.remove(call)
+        if call.path is not None:
+            self.schedule.follow(call.path, call.entered_at - 1)
+        else:
+            self.pass_inputs(is_first=True)
         self.hide()
-        if not self._begun and self._reshards_after_backward:
+
+    def pass_outputs(self, path: Path, left_at: int) -> None:
+        """Do what ranks do whose backward reaches a forward's outputs; this one's does not.
+
+        **Collective**: all ranks.
+        """
+        self._touch()
+        if self.settings.unshard_in_backward:
+            self.unshard(for_backward=True)
+            self.schedule.prefetch_backward(self, path, left_at)
+
+    def pass_inputs(self, *, is_first: bool) -> None:
+        """Free full parameters after a forward's backward; reduce after that of the first one.
+
+        **Collective**: all ranks.
+        """
+        if self.settings.reshard_after_backward:
             self.reshard()
-        generation = self.schedule.generation
-        if call.generation == generation and call.position >= 0:
-            self._recorded = (generation, self._unended(generation) - 1)
-        if self._unended(generation) == 0:
-            self.reduce_touched()
+        if is_first:
+            for unit in self._together():
+                unit.reduce_touched()
+
+    def _touch(self) -> None:
+        """Note that this backward came by, and whether gradients are to be reduced after it."""
+        for unit in self._together():
+            unit._is_reached = True
+            unit._touched = unit._touched or self.schedule.accumulates
 
     def reduce_touched(self) -> None:
         """Reduce the gradients of a unit that this backward reached, if told to. Collective."""
         if self._touched and self.settings.sync_gradients:
             for group in self.trainable_groups():
-                self.schedule.reduce(group)
+                self.schedule.reduce(self, group)
         self._touched = False
 
-    def end_step(self) -> None:
-        """Be ready for the next forward. Local."""
-        self._touched = False
+    def end_step(self, *, remakes_graph: bool = False) -> None:
+        """Be ready for the next forward. Local.
+
+        Args:
+            remakes_graph: the backward that ended made a graph of itself, so one more may come.
+        """
+        self._touched = self._is_reached = False
         begun, self._begun = self._begun, []
         for call in begun:
             call.rewind()
             self.hide()
         self.to_run.clear()
-        if self._reshards_after_backward:
+        self._graph_is_spent = self._remakes_graph and not remakes_graph
+        if self.settings.reshard_after_backward:
             self.reshard()
 
-    @property
-    def _reshards_after_backward(self) -> bool:
-        return self.settings.reshard_after_backward and not self.is_needed
+    def begin_step(self) -> None:
+        """Drop what only an earlier forward's graph needed. Local."""
+        if self._graph_is_spent:
+            self._graph_is_spent = self._remakes_graph = False
+            if not self.is_full:
+                self.reshard()
 
     def _check_unchanged(self, call: Call) -> None:
-        for group, version in zip(self.groups, call.versions, strict=True):
+        groups = [group for unit in self._together() for group in unit.groups]
+        for group, version in zip(groups, call.versions, strict=True):
             if group.version != version:
                 raise RuntimeError(
                     f"{group.sharded_params[0].spec.name}: its group of parameters changed between "

@@ -22,6 +22,9 @@ import torch
 
 # Beyond this many containers and objects an output is taken to hide tensors.
 _MOST_OBJECTS = 10_000
+# Containers that a module keeps are looked into if they are as short as a list of losses.
+_LONGEST_ATTRIBUTE = 64
+_OF_MODULES = frozenset(torch.nn.Module().__dict__)
 _PLAIN = (
     ModuleType,
     str,
@@ -101,6 +104,23 @@ def find_tensors(value: Any, into: list[torch.Tensor]) -> bool:
                 continue
             pending.extend(_attributes(each))
     return known and not pending
+
+
+def find_attributes(module: torch.nn.Module, into: list[torch.Tensor]) -> None:
+    """Append the tensors that a module keeps as plain attributes, alone or in short containers.
+
+    Local.
+    """
+    for name, value in module.__dict__.items():
+        if isinstance(value, torch.Tensor):
+            into.append(value)
+        elif (
+            isinstance(value, (list, tuple, dict, deque))
+            and name not in _OF_MODULES
+            and len(value) <= _LONGEST_ATTRIBUTE
+        ):
+            items = value.values() if isinstance(value, dict) else value
+            into.extend(item for item in items if isinstance(item, torch.Tensor))
 
 
 def _attributes(value: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, overload
 
@@ -131,15 +131,16 @@ class AdamW(Optimizer):
             torch.autograd.graph.increment_version(plan.touched)
         return loss
 
-    def state_dict(self, *, allocate: bool = False) -> dict[str, Any]:
+    def state_dict(self, *, allocate: bool | Collection[str] = False) -> dict[str, Any]:
         """Return state and hyper-parameters by parameter name, sharing memory with the optimizer.
 
         Reading changes no result of training. What is written into the moments is seen by the
         optimizer at any time, what is written into a step counter until the next step.
 
         Args:
-            allocate: make the state of parameters that are to be trained and have none yet
-                (zeros, step 0), so that a checkpoint can be loaded into it.
+            allocate: make the state of parameters that have none yet (zeros, step 0), so that a
+                checkpoint can be loaded into it. True: of those that are to be trained. Names,
+                such as a checkpoint holds: also of frozen parameters that are so called.
 
         Returns:
             ``{"state": {name: {"step", "exp_avg", "exp_avg_sq"}}, "param_groups": [...]}``, where
@@ -147,17 +148,22 @@ class AdamW(Optimizer):
             ShardTensors.
 
         Raises:
+            TypeError: ``allocate`` is one name.
             ValueError: two parameters have one name.
 
         **Collective**: local.
         """
+        if isinstance(allocate, str):
+            raise TypeError(f"allocate: expected a collection of names, got {allocate!r}")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         names = names_of(self.param_groups)
         self._plans.clear()
-        if allocate:
+        if allocate is not False:
+            named = () if allocate is True else allocate
             for group in self.param_groups:
-                allocate_slots([p for p in group["params"] if p.requires_grad], self.state)
+                wanted = [p for p in group["params"] if p.requires_grad or names[p] in named]
+                allocate_slots(wanted, self.state)
         result: dict[str, Any] = {
             "state": {n: dict(self.state[p]) for p, n in names.items() if self.state.get(p)},
             "param_groups": pack_groups(self.param_groups, names),

@@ -46,8 +46,9 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; raised on all
             ranks.
 
-    **Collective**: one all_reduce of one number per comm that a sharded parameter uses; every
-    rank of it must call, with the same parameters.
+    **Collective**: one all_reduce of one number per comm that a sharded parameter uses, two where
+    parameters are pieces of another mesh's DTensors; every rank must call, with the same
+    parameters.
 
     **Memory**: 1 MiB on a CPU, 128 MiB elsewhere, for the call.
     """
@@ -74,15 +75,15 @@ def clip_grad_norm_(
     return norm
 
 
-_Place = tuple[GatherComm | None, torch.device]
+_Place = tuple[tuple[GatherComm, ...], torch.device]
 
 
 def _runs_by_place(params: Sequence[torch.Tensor]) -> dict[_Place, list[torch.Tensor]]:
-    """Gradients joined into runs, by comm and device; a comm is there though none has arrived."""
+    """Gradients joined into runs, by comms and device, which are there though none has arrived."""
     grads: dict[_Place, list[torch.Tensor]] = {}
     for index, param in enumerate(params):
-        comm = param.comm if isinstance(param, ShardTensor) else None
-        found = grads.setdefault((comm, piece_of(param).device), [])
+        comms = param.comms if isinstance(param, ShardTensor) else ()
+        found = grads.setdefault((comms, piece_of(param).device), [])
         grad = param.grad
         if grad is not None:
             found.append(_piece_of_grad(param, grad, index))
@@ -112,18 +113,18 @@ def _piece_of_grad(param: torch.Tensor, grad: torch.Tensor, index: int) -> torch
 def _total_norm(runs: dict[_Place, list[torch.Tensor]], norm_type: float) -> torch.Tensor:
     """The norm over all ranks, a float32 scalar."""
     largest = math.isinf(norm_type)
-    by_comm: dict[GatherComm | None, torch.Tensor] = {}
-    for (comm, device), tensors in runs.items():
+    by_comms: dict[tuple[GatherComm, ...], torch.Tensor] = {}
+    for (comms, device), tensors in runs.items():
         part = torch.zeros((), dtype=torch.float64, device=device)
         if tensors:
             part = power_sum(tensors, norm_type)
-        if comm in by_comm:
-            part = _combine(by_comm[comm], part.to(by_comm[comm].device), largest)
-        by_comm[comm] = part
-    for comm, part in by_comm.items():
-        if comm is not None:
+        if comms in by_comms:
+            part = _combine(by_comms[comms], part.to(by_comms[comms].device), largest)
+        by_comms[comms] = part
+    for comms, part in by_comms.items():
+        for comm in comms:
             comm.all_reduce(part, op="max" if largest else "sum")
-    total, *rest = by_comm.values()
+    total, *rest = by_comms.values()
     for part in rest:
         total = _combine(total, part.to(total.device), largest)
     return (total if largest else total ** (1.0 / norm_type)).to(torch.float32)

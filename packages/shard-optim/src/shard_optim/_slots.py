@@ -21,7 +21,7 @@ def allocate_slots(params: Sequence[torch.Tensor], state: State) -> None:
     Where parameters lie side by side and none of them has moments, their moments do so too.
 
     Args:
-        params: parameters, all of them to be trained.
+        params: parameters.
         state: the optimizer's.
 
     **Collective**: local. **Memory**: two moments of each parameter's piece.

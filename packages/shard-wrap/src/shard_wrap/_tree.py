@@ -15,12 +15,13 @@ class ModuleNode:
 
     Attributes:
         name: The module's first fully qualified name; the root's is "".
-        cls: The module's class.
+        cls: The module's class; for a module that ``torch.compile`` made, that of the one inside.
         parent: Name of the lowest module around every use of this one; None for the root.
             For a module that has one place this is its parent; for a module object that
             stands in several places it is the lowest module that encloses all of them.
-        callable: Whether the class defines a forward. ``nn.ModuleList`` does not, so
-            nothing can be gathered around a call of it.
+        callable: Whether it has a forward of its own. ``nn.ModuleList`` does not, so
+            nothing can be gathered around a call of it; nor does a module that was compiled
+            from outside, whose calls go to the wrapper.
         params: First names of the parameters that belong here: those whose every user is
             this module or inside it, and for which no lower module can say so.
         numel: Elements in ``params``.
@@ -143,6 +144,15 @@ def _read_params(names: dict[nn.Module, str], cover: _Cover) -> list[_Param]:
     return list(found.values())
 
 
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def _compiled(module: nn.Module) -> nn.Module | None:
+    """The module inside one that ``torch.compile(module)`` returned, else None."""
+    return module._modules.get("_orig_mod") if "forward" in module.__dict__ else None
+
+
 def read_tree(module: nn.Module) -> ModuleTree:
     """Read a module's tree, resolving shared modules and tied parameters.
 
@@ -176,13 +186,14 @@ def read_tree(module: nn.Module) -> ModuleTree:
     for param in params:
         owned[param.home].append(param)
     nodes = {}
+    compiled = {inside for part in walk.names if (inside := _compiled(part)) is not None}
     for part, name in walk.names.items():
         around = cover.parent.get(part)
         nodes[name] = ModuleNode(
             name=name,
-            cls=type(part),
+            cls=type(_compiled(part) or part),
             parent=None if around is None else walk.names[around],
-            callable=type(part).forward is not nn.Module.forward,
+            callable=_has_forward(part) and part not in compiled,
             params=tuple(param.name for param in owned[part]),
             numel=sum(param.numel for param in owned[part]),
         )

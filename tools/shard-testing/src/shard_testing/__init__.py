@@ -1,7 +1,20 @@
-"""Run a function on several ranks inside a test, and small models to run it with."""
+"""Run a function on several ranks inside a test, and small things to run it with."""
 
-from shard_testing._models import DecoderBlock, TinyDecoder, token_batches
+from shard_testing._dtypes import STORED_DTYPES
+from shard_testing._models import DecoderBlock, Scale, TiedTable, TinyDecoder, token_batches
 from shard_testing._processes import run_ranks
+from shard_testing._tensors import full_grad, full_value
 from shard_testing._threads import run_threads
 
-__all__ = ["DecoderBlock", "TinyDecoder", "run_ranks", "run_threads", "token_batches"]
+__all__ = [
+    "STORED_DTYPES",
+    "DecoderBlock",
+    "Scale",
+    "TiedTable",
+    "TinyDecoder",
+    "full_grad",
+    "full_value",
+    "run_ranks",
+    "run_threads",
+    "token_batches",
+]

@@ -1,10 +1,41 @@
-"""A small decoder whose gradients are all well away from zero."""
+"""Small models: a decoder whose gradients are all well away from zero, and parts by hand."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+
+class Scale(nn.Module):
+    """Multiplies by its one parameter, so that gradients can be told by hand.
+
+    Args:
+        weight: the parameter's first value.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``weight * x``."""
+        return self.weight * x
+
+
+class TiedTable(nn.Module):
+    """A 5x1 table of ones that is also the weight of an output layer without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding.from_pretrained(torch.ones(5, 1), freeze=False)
+        self.head = nn.Linear(1, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self) -> torch.Tensor:
+        """Return the sum of all rows and of the output layer's answer to 1."""
+        total: torch.Tensor = self.embed(torch.arange(5)).sum() + self.head(torch.ones(1)).sum()
+        return total
 
 
 class DecoderBlock(nn.Module):

@@ -10,7 +10,11 @@ from shard_comm import ThreadComm
 
 
 def run_threads(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    shares_memory: bool = False,
 ) -> list[Any]:
     """Call ``fn(comm, *args)`` on every rank, each in a thread of its own.
 
@@ -19,6 +23,7 @@ def run_threads(
         world_size: number of ranks.
         args: further arguments, the same objects for all ranks.
         timeout_s: seconds that any single wait of the group may take.
+        shares_memory: give ranks arrays in common, as processes of one host have.
 
     Returns:
         What each rank returned, in rank order.
@@ -26,7 +31,7 @@ def run_threads(
     Raises:
         BaseException: what the first failing rank raised; the others are told to give up.
     """
-    comms = ThreadComm.group(world_size, timeout_s=timeout_s)
+    comms = ThreadComm.group(world_size, timeout_s=timeout_s, shares_memory=shares_memory)
     results: list[Any] = [None] * world_size
     failures: list[BaseException] = []
 

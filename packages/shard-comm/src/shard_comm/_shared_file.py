@@ -1,0 +1,238 @@
+"""One file of memory that every rank of a host has open."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import stat
+import struct
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+PAGE = 4096
+"""File offsets of mappings are multiples of this; the first page of a file holds its token."""
+
+_MEMORY_FIRST = (False, True)  # named or not
+_TOKEN_BYTES = 16
+_MAP_SHARED, _PROT_READ_WRITE = 1, 3
+_MADV_REMOVE, _MADV_DONTFORK = 9, 10
+_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
+
+T = TypeVar("T")
+Exchange = Callable[[Any], "list[Any]"]
+"""Collective: give one object, get every rank's, in rank order."""
+
+
+class NoSharedMemoryError(RuntimeError):
+    """The ranks found no memory that all of them can open. Every rank raises it."""
+
+
+class SharedFile:
+    """An open file without a name: it is gone when the last process lets go of it.
+
+    Args:
+        fd: the file's descriptor; it belongs to this object.
+        named: the file came from a file system of limited size, so that pages are reserved
+            before they are touched.
+    """
+
+    def __init__(self, fd: int, *, named: bool) -> None:
+        self.fd = fd
+        self.named = named
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay. Local."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def reserve(self, offset: int, nbytes: int) -> None:
+        """Make sure that touching ``[offset, offset + nbytes)`` cannot fail.
+
+        Raises:
+            OSError: the file system is full.
+        """
+        if self.named:
+            os.posix_fallocate(self.fd, offset, nbytes)
+
+    def map(self, offset: int, nbytes: int) -> memoryview:
+        """Return the bytes ``[offset, offset + nbytes)``, mapped until the last view is gone.
+
+        A forked child does not inherit the mapping: it would keep the memory alive.
+        """
+        libc = _libc()
+        address = libc.mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, self.fd, offset)
+        if address == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot map {nbytes} bytes: {os.strerror(code)}")
+        libc.madvise(address, nbytes, _MADV_DONTFORK)
+        array = (ctypes.c_ubyte * nbytes).from_address(address)
+        weakref.finalize(array, _unmap, address, nbytes, os.getpid()).atexit = False
+        return memoryview(array).cast("B")
+
+    def mark_alive(self, rank: int) -> None:
+        """Say that this process is ``rank``, until it closes the file or dies however it may."""
+        import fcntl  # not on every system that this module is imported on
+
+        fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether the process of another rank has the file open still.
+
+        Record locks answer for zombies, for other pid namespaces and for pids used again, and
+        a forked child does not inherit them.
+        """
+        import fcntl
+
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        kind = struct.unpack(_FLOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, asked))[0]
+        return bool(kind != fcntl.F_UNLCK)
+
+
+def address_of(view: memoryview) -> int:
+    """Return where the bytes of a writable view lie in this process. Local."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
+
+
+def give_back(view: memoryview) -> None:
+    """Return the whole pages of a view to the system; they read as zeros afterwards. Local."""
+    address = address_of(view)
+    start = -(-address // PAGE) * PAGE
+    stop = (address + view.nbytes) // PAGE * PAGE
+    if stop > start:
+        _libc().madvise(start, stop - start, _MADV_REMOVE)
+
+
+def host_name() -> str:
+    """Return what two processes have in common exactly when they share a running kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"unknown host of process {os.getpid()} {secrets.token_hex(8)}"
+
+
+def share_file(
+    exchange: Exchange,
+    rank: int,
+    nbytes: int,
+    *,
+    prepare: Callable[[SharedFile], T],
+    named: bool | None = None,
+) -> T:
+    """Open one new file of ``nbytes`` on every rank and do with it what ``prepare`` does.
+
+    The file has no name: rank 0 makes it with memfd_create and the others open it through
+    rank 0's entry in /proc. Where that fails (another pid namespace, ptrace restrictions) it is
+    a file in /dev/shm, which loses its name as soon as all have opened it. Pages cost memory
+    once they are written.
+
+    Args:
+        exchange: gathers an object of each rank.
+        rank: this rank; rank 0 makes the file.
+        nbytes: size of the file. Its first page is taken.
+        prepare: what each rank does with the file before the ranks agree that it serves. It
+            keeps the file, or closes it.
+        named: True and False ask for one of the two ways only.
+
+    Returns:
+        What ``prepare`` returned.
+
+    Raises:
+        NoSharedMemoryError: some rank could not open or prepare the file, whichever way. All
+            ranks raise.
+
+    **Collective**: two exchanges for each way.
+    """
+    reasons: list[str] = []
+    for way in _MEMORY_FIRST if named is None else (named,):
+        result, error = _share(exchange, rank, nbytes, prepare=prepare, named=way)
+        if result is not None:
+            return result
+        reasons.append(error)
+    raise NoSharedMemoryError(f"the ranks cannot open memory of one another: {'; '.join(reasons)}")
+
+
+def _share(
+    exchange: Exchange,
+    rank: int,
+    nbytes: int,
+    *,
+    prepare: Callable[[SharedFile], T],
+    named: bool,
+) -> tuple[T | None, str]:
+    """Return the result, or None and what kept which rank from it."""
+    file: SharedFile | None = None
+    result: T | None = None
+    path, token, error = "", b"", ""
+    reasons = ["interrupted"]
+    try:
+        if rank == 0:
+            try:
+                file, path, token = _create(nbytes, named=named)
+                result = prepare(file)
+            except (OSError, AttributeError) as problem:
+                error = str(problem)
+        path, token, failed = exchange((path, token, error))[0]
+        if rank != 0 and not failed:
+            try:
+                file = _open(path, token, named=named)
+                result = prepare(file)
+            except OSError as problem:
+                error = str(problem)
+        verdicts = exchange(error)
+        reasons = [f"rank {r}: {verdict}" for r, verdict in enumerate(verdicts) if verdict]
+    finally:
+        if rank == 0 and named and path:
+            Path(path).unlink(missing_ok=True)
+        if reasons and file is not None:
+            file.close()
+    return (None, reasons[0]) if reasons else (result, "")
+
+
+def _create(nbytes: int, *, named: bool) -> tuple[SharedFile, str, bytes]:
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    if named:
+        path = f"/dev/shm/shard-comm-{token.hex()}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    else:
+        fd = os.memfd_create("shard-comm", os.MFD_CLOEXEC)
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+    try:
+        os.ftruncate(fd, nbytes)
+        os.pwrite(fd, token, 0)
+    except OSError:
+        os.close(fd)
+        if named:
+            Path(path).unlink()
+        raise
+    return SharedFile(fd, named=named), path, token
+
+
+def _open(path: str, token: bytes, *, named: bool) -> SharedFile:
+    if not stat.S_ISREG(os.stat(path).st_mode):  # in another pid namespace it is anything
+        raise OSError(f"{path} is not the file that rank 0 made")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if os.pread(fd, _TOKEN_BYTES, 0) != token:
+        os.close(fd)
+        raise OSError(f"{path} is not the file that rank 0 made")
+    return SharedFile(fd, named=named)
+
+
+def _unmap(address: int, nbytes: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has other things there
+        _libc().munmap(address, nbytes)
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
+    libc.mmap.argtypes = (pointer, size, number, number, number, ctypes.c_int64)
+    libc.mmap.restype = pointer
+    libc.munmap.argtypes = (pointer, size)
+    libc.madvise.argtypes = (pointer, size, number)
+    return libc

@@ -1,0 +1,169 @@
+"""Blocks of shared memory, in one process."""
+
+from __future__ import annotations
+
+import os
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shard_comm._arena import Arena, Place
+from shard_comm._shared_file import PAGE, SharedFile, address_of
+
+MIB = 1 << 20
+
+
+def new_file(*, named: bool = False) -> SharedFile:
+    fd = os.memfd_create("shard-comm-test")
+    os.ftruncate(fd, 1 << 40)
+    return SharedFile(fd, named=named)
+
+
+def take(arena: Arena, nbytes: int) -> torch.Tensor:
+    return arena.take(nbytes, torch.uint8)
+
+
+def held_bytes(file: SharedFile) -> int:
+    return os.fstat(file.fd).st_blocks * 512
+
+
+def test_blocks_are_aligned_apart_and_in_the_file() -> None:
+    file = new_file()
+    arena = Arena(file, PAGE, 1 << 30)
+    blocks = [take(arena, n) for n in (1, 64, 65, 3 * MIB, 40 * MIB)]
+    assert [block.nbytes for block in blocks] == [1, 64, 65, 3 * MIB, 40 * MIB]
+    starts = [block.data_ptr() for block in blocks]
+    assert [start % 64 for start in starts] == [0] * 5
+    assert [start - starts[0] for start in starts[:4]] == [0, 64, 128, 256]
+    for number, block in enumerate(blocks):
+        block.fill_(number)
+    for number, block in enumerate(blocks):
+        place = arena.find(block.data_ptr())
+        assert place is not None
+        assert os.pread(file.fd, block.nbytes, place.offset) == bytes([number]) * block.nbytes
+    assert arena.find(starts[1] + 5) == Place(PAGE, 32 * MIB, PAGE + 69)
+    assert arena.find(0) is None
+    assert arena.find(torch.empty(1).data_ptr()) is None
+    # 1, 64 and 65 bytes take 64, 64 and 128; the large ones are multiples of a page already.
+    assert arena.taken_bytes == 256 + 43 * MIB
+
+
+def test_a_block_is_used_again_when_its_last_view_is_gone() -> None:
+    arena = Arena(new_file(), PAGE, 1 << 30)
+    first, second, third = (take(arena, MIB) for _ in range(3))
+    kept, view = second.data_ptr(), second.view(2, -1)[1, 5:7].detach()
+    del second
+    assert take(arena, MIB).data_ptr() != kept
+    del view
+    again = take(arena, MIB)
+    assert again.data_ptr() == kept
+    start = first.data_ptr()
+    del first, again, third  # three neighbours join, in whichever order they came back
+    assert take(arena, 3 * MIB).data_ptr() == start
+    assert arena.taken_bytes == 0
+
+
+def test_the_smallest_free_block_that_fits_is_taken() -> None:
+    arena = Arena(new_file(), PAGE, 1 << 30)
+    blocks = [take(arena, n) for n in (4096, 64, 1024, 64)]
+    large, small = blocks[0].data_ptr(), blocks[2].data_ptr()
+    blocks[0] = blocks[2] = torch.empty(0)
+    assert take(arena, 1000).data_ptr() == small
+    assert take(arena, 1025).data_ptr() == large
+
+
+def test_trim_gives_back_what_is_free_and_keeps_the_rest() -> None:
+    file = new_file()
+    arena = Arena(file, PAGE, 1 << 30)
+    kept, dropped = take(arena, 2 * MIB), take(arena, 16 * MIB)
+    kept.fill_(7)
+    dropped.fill_(7)
+    assert held_bytes(file) == 18 * MIB
+    del dropped
+    arena.trim()
+    assert held_bytes(file) == 2 * MIB
+    assert kept[-3:].tolist() == [7, 7, 7]
+    assert take(arena, 16 * MIB)[0].item() == 0
+
+
+def test_large_blocks_that_nobody_takes_again_go_back() -> None:
+    file = new_file()
+    arena = Arena(file, PAGE, 1 << 30)
+    large, small = take(arena, 8 * MIB), take(arena, PAGE)
+    large.fill_(7)
+    small.fill_(7)
+    keeper = take(arena, 64)
+    keeper.fill_(7)
+    del large, small
+    for _ in range(500):
+        take(arena, 64)
+    assert held_bytes(file) == 8 * MIB + 2 * PAGE
+    for _ in range(200):
+        take(arena, 64)
+    assert held_bytes(file) <= 2 * PAGE
+    large = take(arena, 8 * MIB)  # taken and dropped again and again, it stays
+    large.fill_(7)
+    del large
+    for _ in range(1000):
+        take(arena, 8 * MIB)
+    assert held_bytes(file) >= 8 * MIB
+
+
+def test_reserved_memory_is_reserved_and_kept() -> None:
+    file = new_file(named=True)
+    arena = Arena(file, PAGE, 1 << 30)
+    block = take(arena, 5 * MIB)
+    assert held_bytes(file) == 5 * MIB
+    del block
+    arena.trim()
+    assert held_bytes(file) == 5 * MIB
+
+
+def test_an_arena_ends_where_it_must() -> None:
+    arena = Arena(new_file(), PAGE, 64 * MIB)
+    blocks = [take(arena, 32 * MIB) for _ in range(2)]
+    with pytest.raises(MemoryError, match="no shared memory left for 64 bytes"):
+        take(arena, 1)
+    del blocks[0]
+    assert take(arena, 1).nbytes == 1
+
+
+def test_a_mapping_ends_with_its_last_view() -> None:
+    file = new_file()
+    view = file.map(PAGE, 3 * PAGE)
+    start = address_of(view)
+    part = view[PAGE : PAGE + 1]
+    del view
+    assert is_mapped(start)
+    del part
+    assert not is_mapped(start)
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        starts = [line.split("-")[0] for line in maps if "memfd:shard-comm-test" in line]
+    return address in {int(start, 16) for start in starts}
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=40))
+def test_no_two_blocks_overlap(seed: int, sizes: list[int]) -> None:
+    """Whatever is taken and dropped: live blocks are apart, and all comes back in the end."""
+    rng = random.Random(seed)
+    file = new_file()
+    arena = Arena(file, PAGE, 1 << 30)
+    live: list[torch.Tensor] = []
+    for size in sizes:
+        live.append(take(arena, size))
+        if rng.random() < 0.5:
+            live.pop(rng.randrange(len(live)))
+        spans = sorted((block.data_ptr(), block.nbytes) for block in live)
+        for (low, length), (high, _) in pairwise(spans):
+            assert low + length <= high
+    assert arena.taken_bytes >= sum(block.nbytes for block in live)
+    live.clear()
+    assert arena.taken_bytes == 0
+    file.close()

@@ -1,0 +1,490 @@
+"""Ranks that share memory: values are those of threads, whatever lies where and waits when."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shard_comm import Comm, SharedMemoryComm, SoloComm
+from shard_comm._board import SLOTS
+from shard_comm._turn import Body
+from shard_testing import run_ranks, run_threads
+
+MIB = 1 << 20
+LARGE = 1_100_001
+"""Elements of an fp32 input that passes through staging in several chunks, the last one odd."""
+
+
+def inputs(
+    comm: Comm, numel: int, *, where: str, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Random numbers of this rank in memory of the comm, elsewhere, or each in turn by rank."""
+    generator = torch.Generator().manual_seed(comm.rank)
+    values = torch.randn(numel, generator=generator).mul_(1000).to(dtype)
+    if where == "comm" or (where == "mixed" and comm.rank % 2 == 0):
+        return comm.empty(numel, dtype).copy_(values)
+    return values
+
+
+def large_values(comm: Comm, where: str) -> list[bytes]:
+    """Every collective on tensors of several chunks; returns their bits in digest."""
+    n = LARGE
+    wide = inputs(comm, n * comm.size, where=where)
+    gathered, scattered = torch.empty(n * comm.size), torch.empty(n)
+    exchanged, reduced, sent = torch.empty(n * comm.size), wide[:n].clone(), wide[n:][:n].clone()
+    largest, narrow = torch.empty(n), inputs(comm, n * comm.size, where=where, dtype=torch.bfloat16)
+    summed, total = torch.empty(n), narrow[:n].clone()
+    comm.all_gather(gathered, wide[:n])
+    comm.all_to_all(exchanged, wide)
+    comm.all_reduce(reduced)
+    comm.broadcast(sent, src=comm.size - 1)
+    comm.reduce_scatter(largest, wide.clone(), op="max")
+    comm.reduce_scatter(scattered, wide)
+    comm.all_reduce(total, op="premul_mean", sum_dtype=torch.float32)
+    comm.all_reduce(narrow.view(comm.size, n)[-1], op="mean", sum_dtype=torch.bfloat16)
+    comm.reduce_scatter(summed, narrow, sum_dtype=torch.float32)
+    results = [gathered, exchanged, reduced, sent, largest, scattered, summed, total.float()]
+    return [_digest(result) for result in results]
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    words = tensor.view(torch.int32).to(torch.int64)
+    weights = torch.arange(words.numel()) % 1009 + 1
+    return pickle.dumps([int((words * weights).sum()), words[:4].tolist(), words[-4:].tolist()])
+
+
+def check_large(comm: Comm) -> None:
+    """The same bits from staging, in place, and with some ranks here and some there."""
+    results = [large_values(comm, where) for where in ("elsewhere", "comm", "mixed")]
+    assert results[1] == results[0]
+    assert results[2] == results[0]
+
+
+def taken_bytes(comm: SharedMemoryComm) -> int:
+    comm._engine.collect()
+    return comm._engine.arena.taken_bytes
+
+
+def check_in_place(comm: SharedMemoryComm) -> None:
+    """Memory of the comm is not staged; other inputs take two chunks, however large they are."""
+    out = torch.empty(4 * MIB * comm.size)
+    comm.barrier()
+    before = taken_bytes(comm)
+    inp = comm.empty(4 * MIB, torch.float32)
+    assert taken_bytes(comm) - before == 16 * MIB
+    work = comm.all_gather(out, inp, async_op=True)
+    assert taken_bytes(comm) - before == 16 * MIB
+    work.wait()
+    work = comm.all_gather(out, torch.ones(4 * MIB), async_op=True)
+    assert taken_bytes(comm) - before == 16 * MIB + 8 * MIB
+    work.wait()
+    assert out.sum().item() == 4 * MIB * comm.size
+    del inp
+    comm.barrier()  # all have read, so that the staging memory is free
+    assert taken_bytes(comm) == before
+
+
+def check_wide_sums_are_not_staged(comm: SharedMemoryComm) -> None:
+    """256, 1 and so on in bfloat16, added where they lie, in float32: 257, or 259 of 4 ranks."""
+    comm.barrier()
+    inp = comm.empty(MIB, torch.bfloat16).fill_(256 if comm.rank == 0 else 1)
+    before = taken_bytes(comm)
+    out = torch.empty(MIB // comm.size)
+    work = comm.reduce_scatter(out, inp, sum_dtype=torch.float32, async_op=True)
+    assert taken_bytes(comm) == before
+    work.wait()
+    assert out.unique().tolist() == [255.0 + comm.size]
+    work = comm.all_reduce(inp, sum_dtype=torch.float32, async_op=True)
+    assert taken_bytes(comm) == before
+    work.wait()
+    assert inp.unique().tolist() == [{2: 256.0, 4: 260.0}[comm.size]]  # rounded to even, once
+    del inp
+    comm.barrier()
+
+
+def check_input_is_free_after_the_wait(comm: Comm) -> None:
+    """Rank 0 overwrites its input as soon as it may; the others look when it has."""
+    for inp in (comm.empty(1000, torch.float32), torch.empty(1000)):
+        inp.fill_(comm.rank)
+        out, total = torch.empty(1000 * comm.size), torch.full((1000,), float(comm.rank))
+        works = [
+            comm.all_gather(out, inp, async_op=True),
+            comm.all_reduce(total, async_op=True),
+        ]
+        if comm.rank == 0:
+            works.pop(0).wait()
+            inp.fill_(-1)
+        comm.barrier()
+        for work in works:
+            work.wait()
+        assert out.view(comm.size, 1000)[:, 7].tolist() == list(range(comm.size))
+        assert total[3].item() == sum(range(comm.size))
+
+
+def check_block_in_flight_is_not_taken(comm: SharedMemoryComm) -> None:
+    """The caller drops its input at once; what others still read is not given out."""
+    comm.barrier()
+    before = taken_bytes(comm)
+    inp = comm.empty(MIB, torch.float32).fill_(comm.rank + 1)
+    address, out = inp.data_ptr(), torch.zeros(MIB * comm.size)
+    work = comm.all_gather(out, inp, async_op=True)
+    del inp
+    other = comm.empty(MIB, torch.float32).fill_(-1)
+    assert other.data_ptr() != address
+    comm.barrier()
+    work.wait()
+    assert taken_bytes(comm) == before + 4 * MIB  # of the other one
+    sums = out.view(comm.size, MIB).sum(1).tolist()
+    assert sums == [(rank + 1) * MIB for rank in range(comm.size)]
+
+
+def check_many_under_way(comm: Comm) -> None:
+    """More than there are slots, waited for in an order of each rank's own."""
+    count = 2 * SLOTS + 3
+    part = comm.split(0)
+    results, works = [], []
+    for number in range(count):
+        out = torch.empty(comm.size)
+        results.append(out)
+        place = comm if number % 3 else part
+        works.append(
+            place.all_gather(out, torch.tensor([float(100 * comm.rank + number)]), async_op=True)
+        )
+    order = list(range(count))
+    if comm.rank % 2:
+        order.reverse()
+    for index, number in enumerate(order):
+        works[number].wait()
+        if index == 50:
+            part.barrier()
+    for number, out in enumerate(results):
+        assert out.tolist() == [100 * rank + number for rank in range(comm.size)]
+
+
+def check_uneven_progress(comm: Comm) -> None:
+    """Rank 0 waits in one comm while the others wait for it in another."""
+    part = comm.split(0)
+    inp = comm.empty(LARGE, torch.float32).fill_(comm.rank)
+    out = torch.empty(LARGE * comm.size)
+    work = comm.all_gather(out, inp, async_op=True)
+    if comm.rank == 0:
+        work.wait()
+        part.barrier()
+    else:
+        part.barrier()
+        work.wait()
+    assert out[::LARGE].tolist() == list(range(comm.size))
+
+
+def check_mismatch(comm: Comm) -> None:
+    part = comm.split(0)
+    wide = torch.ones(2 * comm.size).bfloat16()
+    calls: list[Callable[[], object]] = [
+        lambda: part.all_gather(torch.empty(2 * comm.size), torch.ones(2)),
+        part.barrier,
+        lambda: part.reduce_scatter(wide[:1].clone(), wide[: comm.size]),
+    ]
+    with pytest.raises(RuntimeError) as caught:
+        calls[min(comm.rank, 2)]()
+    said = comm.all_gather_object(str(caught.value))
+    expected = "ranks call different collectives: rank 0 calls all_gather of 2 float32, rank 1 "
+    expected += "calls barrier()"
+    for rank in range(2, comm.size):
+        expected += f", rank {rank} calls reduce_scatter sum of {comm.size} bfloat16"
+    assert said == [expected] * comm.size
+    for call in (part.barrier, lambda: part.empty(1, torch.float32), lambda: part.split(0)):
+        with pytest.raises(RuntimeError, match="ranks call different collectives: rank 0 calls"):
+            call()
+    part = comm.split(0)
+    with pytest.raises(RuntimeError, match=r"rank 1 calls all_reduce sum of 6 float32"):
+        part.all_reduce(torch.ones(6 if comm.rank == 1 else 5))
+    part = comm.split(0)
+    with pytest.raises(RuntimeError, match=r"rank 0 calls broadcast from 0 .*from 1 of 1 float32"):
+        part.broadcast(torch.ones(1), src=min(comm.rank, 1))
+
+
+def check_names(comm: Comm) -> None:
+    """Same sizes, other names: the sums would have been mixed up. Of long names the start shows."""
+    part = comm.split(0)
+    with pytest.raises(RuntimeError) as caught:
+        part.all_reduce(torch.ones(2), op="mean", name=f"layers.{min(comm.rank, 1)}")
+    said = comm.all_gather_object(str(caught.value))
+    expected = "ranks call different collectives: rank 0 calls all_reduce sum of 2 float32 (mean) "
+    expected += "for layers.0"
+    for rank in range(1, comm.size):
+        expected += f", rank {rank} calls all_reduce sum of 2 float32 (mean) for layers.1"
+    assert said == [expected] * comm.size
+    part = comm.split(0)
+    with pytest.raises(RuntimeError, match=r" for x{123}(, rank 1|$)"):
+        part.barrier() if comm.rank == 1 else part.all_gather(
+            torch.empty(comm.size), torch.ones(1), name="x" * 200
+        )
+    part = comm.split(0)
+    if comm.rank != 1:
+        what = r"reduce_scatter sum of \d int8 \(int32 sums\) for norm on rank \d of .* ranks \[1\]"
+        inp, out = torch.ones(comm.size, dtype=torch.int8), torch.empty(1, dtype=torch.int32)
+        with pytest.raises(RuntimeError, match=what):
+            part.reduce_scatter(out, inp, sum_dtype=torch.int32, name="norm", timeout_s=0.1)
+    comm.barrier()
+
+
+def check_closing(comm: Comm) -> None:
+    """A closed comm refuses calls; who still waits for it hears that it is gone."""
+    part = comm.split(0)
+    array = part.shared(part.size, torch.float32)
+    assert array is not None
+    memory = part.empty(3, torch.float32).fill_(comm.rank)
+    out = torch.empty(3 * comm.size)
+    part.all_gather(out, memory)
+    pending = part.all_gather(torch.empty(comm.size), torch.ones(1), async_op=True)
+    if comm.rank == 1:
+        part.close()
+        part.close()
+        where = rf"this comm is closed \(rank 1 of {comm.size}\); make a new one"
+        calls: dict[str, Callable[[], object]] = {
+            "barrier: ": part.barrier,
+            "all_gather_object: ": lambda: part.all_gather_object(1),
+            "split: ": lambda: part.split(0),
+            "shared: ": lambda: part.shared(part.size, torch.float32),
+            r"claim of the shared array \[\d\]: ": array.claim,
+            "": pending.wait,
+        }
+        for op, call in calls.items():
+            with pytest.raises(RuntimeError, match=f"^{op}{where}"):
+                call()
+        assert memory.tolist() == [1.0] * 3
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) is gone"):
+            part.barrier()
+    assert out.tolist() == [float(rank) for rank in range(comm.size) for _ in range(3)]
+    comm.barrier()
+
+
+def check_absent_rank(comm: Comm) -> None:
+    """Rank 1 comes when the others have given up: it hears why, from whoever was first."""
+    part = comm.split(0)
+    others = [rank for rank in range(comm.size) if rank != 1]
+    if comm.rank != 1:
+        with pytest.raises(RuntimeError) as caught:
+            part.all_reduce(torch.ones(3), timeout_s=0.2)
+    comm.barrier()
+    if comm.rank == 1:
+        part.all_reduce(torch.ones(3))  # all have come to this one
+        with pytest.raises(RuntimeError) as caught:
+            part.barrier()
+    reasons = {
+        f"all_reduce sum of 3 float32 on rank {rank} of {comm.size} waited 0.2 s for ranks [1]; "
+        f"ranks {others} had arrived"
+        for rank in others
+    }
+    assert set(comm.all_gather_object(str(caught.value))) <= reasons
+
+
+def check_input_of_a_rank_that_gave_up(comm: Comm) -> None:
+    """It may be overwritten while it is read: who reads it raises as well."""
+    part = comm.split(0)
+    inp = part.empty(1, torch.float32) if comm.rank == 0 else torch.empty(1)
+    out = torch.empty(comm.size)
+    reason = rf"all_gather of 1 float32 on rank 0 of {comm.size} waited 0\.1 s"
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError, match=reason):
+            part.all_gather(out, inp, timeout_s=0.1)
+    comm.barrier()
+    if comm.rank != 0:
+        with pytest.raises(RuntimeError, match=reason):
+            part.all_gather(out, inp)
+    comm.barrier()
+
+
+def check_failure_in_the_middle(comm: Comm) -> None:
+    """A rank that cannot do its part says so to the others."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    if comm.rank == 0:
+        part._engine.arena._stop = 0
+    out = torch.empty(20 * MIB * comm.size)
+    with pytest.raises(RuntimeError, match=r"all_gather of .* failed on rank 0 of .*shared memory"):
+        part.all_gather(out, torch.ones(20 * MIB))
+
+
+def check_interrupt(comm: Comm) -> None:
+    """An interrupt in the middle of a copy is no result."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    work = part.all_gather(torch.empty(comm.size), torch.ones(1), async_op=True)
+    if comm.rank == 0:
+        turn = next(iter(part._engine._under_way.values()))
+
+        def interrupted() -> Body:
+            yield 1
+            raise KeyboardInterrupt
+
+        turn.body = interrupted()
+        next(turn.body)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+            work.wait()
+    comm.barrier()
+
+
+def check_full(comm: SharedMemoryComm) -> None:
+    """Without memory to share, ordinary memory serves, and the log says so once."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    part.all_reduce(torch.ones(1))
+    part._engine.arena._stop = 0
+    records = _logged(lambda: [part.empty(64 * MIB, torch.uint8).fill_(1) for _ in range(2)])
+    assert records == [
+        "no shared memory left for 67108864 bytes; ordinary memory serves, more slowly"
+    ]
+    out = torch.empty(comm.size)
+    part.all_gather(out, part.empty(64 * MIB, torch.float32).fill_(2)[:1])
+    assert out.tolist() == [2.0] * comm.size
+
+
+def _logged(call: object) -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shard_comm")
+    logger.addHandler(handler)
+    try:
+        assert callable(call)
+        call()
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+def check_forked_child(comm: SharedMemoryComm) -> None:
+    """A child is no rank, and holds none of the memory."""
+    array = comm.shared(comm.size, torch.float32)
+    assert array is not None
+    work = comm.all_gather(torch.empty(comm.size), torch.ones(1), async_op=True)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for call in (comm.barrier, work.wait, array.release, lambda: array.publish()):
+                with pytest.raises(RuntimeError, match=r"was forked from rank . of .*no rank"):
+                    call()
+            assert held() == 0
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    work.wait()
+    comm.barrier()
+
+
+def held() -> int:
+    """Mappings and descriptors of shared memory that this process has."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").count("shard-comm")
+    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in _fds()]
+    return maps + sum("memfd:shard-comm" in link for link in links)
+
+
+def _fds() -> list[str]:
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
+def check_nothing_stays(comm: SharedMemoryComm) -> None:
+    gc.collect()
+    before = held()
+    part = comm.split(0)
+    memory = part.empty(100, torch.float32)
+    part.all_gather(torch.empty(100 * comm.size), memory)
+    array = part.shared(comm.size, torch.float32)
+    assert held() > before
+    part.barrier()
+    del part, array
+    assert held() == before + 1  # the mapping that memory lies in
+    assert memory.fill_(2).sum().item() == 200
+    del memory
+    assert held() == before
+    comm.barrier()
+
+
+def check_gone_member(comm: Comm) -> None:
+    """A rank that let go of the comm is known to be gone, though its process lives."""
+    part = comm.split(0)
+    part.barrier()
+    if comm.rank == 1:
+        del part
+    else:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) is gone|rank 0 of"):
+            part.barrier()
+        assert time.monotonic() - began < 5
+    comm.barrier()
+
+
+def check_parts(comm: SharedMemoryComm) -> None:
+    part = comm.split(comm.rank // 2)
+    assert isinstance(part, SharedMemoryComm)
+    assert (part.size, part.timeout_s) == (2, comm.timeout_s)
+    alone = comm.split(comm.rank)
+    assert isinstance(alone, SoloComm)
+    assert part.all_gather_object(comm.rank) == [comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]
+    if comm.rank == 0:
+        with pytest.raises(ValueError, match=r"two or more ranks for CPU tensors, got SoloComm"):
+            SharedMemoryComm.join(alone)
+
+
+def check_barrier_is_a_barrier(comm: Comm) -> None:
+    """Counters of all ranks, each written before a barrier, are there after it."""
+    array = comm.shared(comm.size, torch.int64)
+    assert array is not None
+    array.data.fill_(-1) if comm.rank == 0 else None
+    comm.barrier()
+    for number in range(500):
+        array.own.fill_(number)
+        comm.barrier()
+        assert array.data.tolist() == [number] * comm.size
+        comm.barrier()
+
+
+CHECKS = [
+    check_large,
+    check_in_place,
+    check_wide_sums_are_not_staged,
+    check_input_is_free_after_the_wait,
+    check_block_in_flight_is_not_taken,
+    check_many_under_way,
+    check_uneven_progress,
+    check_mismatch,
+    check_names,
+    check_closing,
+    check_absent_rank,
+    check_input_of_a_rank_that_gave_up,
+    check_failure_in_the_middle,
+    check_interrupt,
+    check_full,
+    check_forked_child,
+    check_nothing_stays,
+    check_gone_member,
+    check_parts,
+    check_barrier_is_a_barrier,
+]
+
+
+def check_all(comm: Comm) -> list[bytes]:
+    assert isinstance(comm, SharedMemoryComm)
+    for check in CHECKS:
+        check(comm)
+    return large_values(comm, "elsewhere")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_that_share_memory(size: int) -> None:
+    results = run_ranks(check_all, size)
+    assert results == run_threads(large_values, size, "elsewhere")

@@ -1,0 +1,189 @@
+"""Time collectives through shared memory against the same over Gloo, in one run.
+
+    python tools/bench_comm.py [--ranks N] [--rounds N] [--json PATH]
+
+Ranks are processes of one thread each. In every round both transports take turns with a few
+calls in a row, the first of which is not timed: it pays for the threads and caches that the other
+left behind. A round takes as long as its slowest rank, and ratios are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from shard_comm import Comm, SharedMemoryComm, comm_for
+from shard_testing import run_ranks
+
+SIZES_MIB = (16, 64)
+BARRIERS = 2000
+CALLS = 8, 2  # in a row, ours and over Gloo
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: what is measured.
+        ours: milliseconds through shared memory; of the barrier, microseconds.
+        reference: the same over Gloo.
+        ratio: how many times faster ours is.
+        target: the least that the ratio may be; of the barrier, the most that ``ours`` may be;
+            None where there is none.
+        met: whether it is.
+    """
+
+    name: str
+    ours: float
+    reference: float
+    ratio: float
+    target: float | None
+    met: bool
+
+
+def gather(comm: Comm, mib: int) -> Callable[[], None]:
+    """Copy every rank's slice of ``out``, as the runtime gathers parameters."""
+    out = comm.empty(mib << 18, torch.float32).fill_(comm.rank)
+    inp = out.view(comm.size, -1)[comm.rank]
+    return lambda: comm.all_gather(out, inp).wait()
+
+
+def gather_apart(comm: Comm, mib: int) -> Callable[[], None]:
+    """The same with input and output in ordinary memory, apart."""
+    out = torch.zeros(mib << 18)
+    inp = torch.full((out.numel() // comm.size,), float(comm.rank))
+    return lambda: comm.all_gather(out, inp).wait()
+
+
+def gather_mapped(comm: Comm, mib: int) -> Callable[[], None]:
+    """Make every rank's slice visible where it lies."""
+    array = comm.shared(mib << 18, torch.float32)
+    assert array is not None
+    array.own.fill_(comm.rank)
+
+    def run() -> None:
+        array.claim()
+        array.publish().wait()
+        array.release()
+
+    return run
+
+
+def reduce(comm: Comm, mib: int) -> Callable[[], None]:
+    """Sum every rank's input and keep a slice."""
+    numel = (mib << 18) // comm.size
+    out = torch.zeros(numel)
+    inp = comm.empty(numel * comm.size, torch.float32).fill_(comm.rank)
+    return lambda: comm.reduce_scatter(out, inp).wait()
+
+
+def reduce_staged(comm: Comm, mib: int) -> Callable[[], None]:
+    """The same with an input in ordinary memory."""
+    numel = (mib << 18) // comm.size
+    out, inp = torch.zeros(numel), torch.full((numel * comm.size,), float(comm.rank))
+    return lambda: comm.reduce_scatter(out, inp).wait()
+
+
+def barriers(comm: Comm, _: int) -> Callable[[], None]:
+    """Many barriers in a row."""
+
+    def run() -> None:
+        for _ in range(BARRIERS):
+            comm.barrier()
+
+    return run
+
+
+Make = Callable[[Comm, int], Callable[[], None]]
+CASES: list[tuple[str, Make, Make, int, float | None]] = [
+    (f"{name}, {mib} MiB, ms", ours, theirs, mib, target)
+    for mib in SIZES_MIB
+    for name, ours, theirs, target in (
+        ("gather, copied", gather, gather, 8.0),
+        ("gather, copied, ordinary memory", gather_apart, gather_apart, None),
+        ("gather, mapped", gather_mapped, gather, 8.0),
+        ("reduce_scatter", reduce, reduce, 8.0),
+        ("reduce_scatter, ordinary memory", reduce_staged, reduce_staged, None),
+    )
+]
+
+
+def measure(comm: Comm, rounds: int) -> list[tuple[list[float], list[float]]]:
+    """Return the seconds of each round of each case, ours and over Gloo."""
+    gloo = comm_for(shared_memory=False)
+    assert isinstance(comm, SharedMemoryComm)
+    found = []
+    for _, ours, theirs, mib, _ in [*CASES, ("", barriers, barriers, 0, 5.0)]:
+        runs = ours(comm, mib), theirs(gloo, mib)
+        times: tuple[list[float], list[float]] = [], []
+        for _ in range(rounds):
+            for run, own, calls in zip(runs, times, CALLS, strict=True):
+                run()
+                comm.barrier()
+                comm.barrier()  # the first may find one rank asleep and the other gone on
+                began = time.perf_counter()
+                for _ in range(calls):
+                    run()
+                comm.barrier()
+                own.append((time.perf_counter() - began) / calls)
+        found.append(times)
+    return found
+
+
+def rows_of(found: list[list[tuple[list[float], list[float]]]]) -> list[Row]:
+    """Put together what the ranks measured."""
+    rows = []
+    names = [case[0] for case in CASES] + ["barrier, us"]
+    for index, name in enumerate(names):
+        ours, theirs = (
+            [max(times) for times in zip(*(rank[index][which] for rank in found), strict=True)]
+            for which in (0, 1)
+        )
+        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        last = index == len(CASES)
+        scale = 1e6 / BARRIERS if last else 1e3
+        mine, other = (statistics.median(times) * scale for times in (ours, theirs))
+        target = 5.0 if last else CASES[index][-1]
+        met = target is None or (mine < target if last else ratio >= target)
+        rows.append(Row(name, mine, other, ratio, target, met))
+    return rows
+
+
+def _aim(row: Row, sign: str) -> str:
+    return f"{'-' if row.target is None else f'{sign} {row.target:g}':>9}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; exit status 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description="Time collectives through shared memory.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    arguments = parser.parse_args(argv)
+    rows = rows_of(run_ranks(measure, arguments.ranks, arguments.rounds, timeout_s=600))
+    print(
+        f"torch {torch.__version__}, {arguments.ranks} ranks of one thread, fp32, "
+        f"{arguments.rounds} rounds, medians"
+    )
+    print(f"{'':<44}{'ours':>10}{'Gloo':>10}{'ratio':>9}{'target':>9}")
+    for row in rows:
+        print(
+            f"{row.name:<44}{row.ours:>10.3f}{row.reference:>10.3f}{row.ratio:>9.1f}"
+            f"{_aim(row, '<' if row is rows[-1] else '>=')}{'' if row.met else '  missed'}"
+        )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
