@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -268,6 +269,29 @@ def check_closing(comm: Comm) -> None:
     comm.barrier()
 
 
+def check_closing_ends_a_wait(comm: Comm) -> None:
+    """Another thread of the rank waits in a barrier when the comm is closed."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    if comm.rank == 0:
+        said: list[str] = []
+
+        def wait() -> None:
+            with pytest.raises(RuntimeError) as caught:
+                part.barrier()
+            said.append(str(caught.value))
+
+        called = part._engine._seq
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while part._engine._seq == called:
+            os.sched_yield()
+        part.close()
+        waiting.join()
+        assert said == [f"this comm is closed (rank 0 of {comm.size}); make a new one"]
+    comm.barrier()
+
+
 def check_absent_rank(comm: Comm) -> None:
     """Rank 1 comes when the others have given up: it hears why, from whoever was first."""
     part = comm.split(0)
@@ -464,6 +488,7 @@ CHECKS = [
     check_mismatch,
     check_names,
     check_closing,
+    check_closing_ends_a_wait,
     check_absent_rank,
     check_input_of_a_rank_that_gave_up,
     check_failure_in_the_middle,
