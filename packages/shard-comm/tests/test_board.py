@@ -22,6 +22,7 @@ CALLS = [
     Call("broadcast", 7, torch.complex64, src=300),
     Call("broadcast", 7, torch.complex64, src=0),
     Call("all_to_all", 6, torch.int64),
+    Call("all_gather", 5, torch.int8, label=" (float32 sums) for layers.7.mlp.weight"),
 ]
 
 
@@ -34,7 +35,7 @@ def two_boards() -> tuple[Board, Board]:
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_a_call_reads_as_it_was_written(call: Call) -> None:
-    assert Call.read(call.code, call.numel) == call
+    assert Call.read(call.code, call.numel, call.label) == call
     assert sum(other.code == call.code for other in CALLS) == 1
 
 

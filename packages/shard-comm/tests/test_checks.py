@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shard_comm import Comm, SoloComm, ThreadComm
+from shard_comm import Comm, HostStaged, PlanComm, Recorded, SoloComm, ThreadComm
 from shard_testing import run_threads
 
 ONES = torch.ones
@@ -39,8 +39,36 @@ BAD: dict[str, tuple[Callable[[Comm], object], str]] = {
         "reduce_scatter: expected 4 elements beside 2 .*, got 3",
     ),
     "scatter_op": (
-        lambda c: c.reduce_scatter(ONES(2), ONES(4), op="mean"),
-        r"reduce_scatter: expected op to be one of \('sum', 'max', 'min'\), got 'mean'",
+        lambda c: c.reduce_scatter(ONES(2), ONES(4), op="average"),
+        r"reduce_scatter: expected op to be one of \('sum', 'mean', .*\), got 'average' \(rank 0",
+    ),
+    "scatter_dtype": (
+        lambda c: c.reduce_scatter(ONES(2).double(), ONES(4)),
+        r"reduce_scatter: expected one dtype, got torch.float32 and torch.float64 \(rank 0 of 2\)",
+    ),
+    "scatter_output_is_neither": (
+        lambda c: c.reduce_scatter(ONES(2).half(), ONES(4).bfloat16(), sum_dtype=torch.float32),
+        r"expected out to be one of \[torch.bfloat16, torch.float32\], got torch.float16",
+    ),
+    "scatter_narrow_sum": (
+        lambda c: c.reduce_scatter(ONES(2), ONES(4), sum_dtype=torch.bfloat16),
+        "reduce_scatter: expected a sum_dtype that holds every torch.float32, got torch.bfloat16",
+    ),
+    "scatter_no_sum": (
+        lambda c: c.reduce_scatter(ONES(2), ONES(4), op="max", sum_dtype=torch.float64),
+        "reduce_scatter: expected no sum_dtype with op='max', got torch.float64",
+    ),
+    "reduce_mean_of_integers": (
+        lambda c: c.all_reduce(ONES(2).int(), op="mean"),
+        "all_reduce: expected floating-point or complex numbers for op='mean', got torch.int32",
+    ),
+    "reduce_tiny_floats": (
+        lambda c: c.all_reduce(ONES(2).to(torch.float8_e5m2)),
+        r"expected a dtype that can be reduced, got torch.float8_e5m2 .*pass sum_dtype",
+    ),
+    "reduce_unordered": (
+        lambda c: c.all_reduce(ONES(2, dtype=torch.complex64), op="max"),
+        "all_reduce: expected ordered numbers, got torch.complex64",
     ),
     "scatter_into_input": (
         lambda c: c.reduce_scatter((inp := ONES(4))[:2], inp),
@@ -51,6 +79,10 @@ BAD: dict[str, tuple[Callable[[Comm], object], str]] = {
         "all_reduce: expected op to be one of .*, got 'avg'",
     ),
     "reduce_strides": (lambda c: c.all_reduce(ONES(2, 3).t()), "all_reduce: expected a contiguous"),
+    "broadcast_device": (
+        lambda c: c.broadcast(ONES(2, device="meta"), src=0),
+        r"broadcast: expected a tensor on cpu, got one on meta \(rank 0 of 2\)",
+    ),
     "broadcast_src": (
         lambda c: c.broadcast(ONES(2), src=2),
         r"broadcast: expected src in \[0, 2\), got 2",
@@ -92,6 +124,51 @@ def test_bad_arguments_are_refused_and_the_group_goes_on(name: str) -> None:
         return total.item()
 
     assert run_threads(run, 2, timeout_s=10.0) == [2.0, 2.0]
+
+
+def test_tensors_on_another_device_of_the_same_kind_are_refused() -> None:
+    """Ranks share a host: memory of a neighbour's device would be read without a word."""
+    comm = SoloComm("cuda:1")
+    assert [comm._serves(torch.device(d)) for d in ("cuda:1", "cuda:0", "cpu")] == [True] + [
+        False
+    ] * 2
+    assert SoloComm("cuda")._serves(torch.device("cuda:3"))
+    with pytest.raises(ValueError, match=r"expected an inner comm for CPU tensors, got SoloComm"):
+        HostStaged(comm, "cuda:1")
+
+
+CALLS: dict[str, Callable[[Comm], object]] = {
+    "all_gather": lambda c: c.all_gather(ONES(c.size), ONES(1)),
+    "reduce_scatter": lambda c: c.reduce_scatter(ONES(1), ONES(c.size)),
+    "all_reduce": lambda c: c.all_reduce(ONES(1), op="mean"),
+    "broadcast": lambda c: c.broadcast(ONES(1), src=0),
+    "all_to_all": lambda c: c.all_to_all(ONES(c.size), ONES(c.size)),
+    "barrier": lambda c: c.barrier(),
+    "all_gather_object": lambda c: c.all_gather_object(1),
+    "split": lambda c: c.split(0),
+}
+
+CLOSED: dict[str, Callable[[], Comm]] = {
+    "solo": SoloComm,
+    "threads": lambda: ThreadComm.group(2)[1],
+    "recorded": lambda: Recorded(SoloComm()),
+    "staged": lambda: HostStaged(SoloComm(), "meta"),
+    "plan": lambda: PlanComm(3, 1, "cpu"),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_closed_comm_refuses_every_call(name: str) -> None:
+    comm = CLOSED[name]()
+    assert not comm.closed
+    comm.close()
+    comm.close()
+    assert comm.closed
+    assert getattr(comm, "inner", comm).closed
+    for op, call in CALLS.items():
+        where = rf"\(rank {comm.rank} of {comm.size}\)"
+        with pytest.raises(RuntimeError, match=f"^{op}: this comm is closed {where}; make a new"):
+            call(comm)
 
 
 def test_one_rank_may_reduce_in_place() -> None:

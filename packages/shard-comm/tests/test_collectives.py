@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shard_comm import Comm, GroupComm, Recorded, SharedMemoryComm, SoloComm, comm_for
+from shard_comm import (
+    Checked,
+    Comm,
+    GroupComm,
+    Recorded,
+    SharedMemoryComm,
+    SoloComm,
+    comm_for,
+)
 from shard_testing import run_ranks, run_threads
 
 MOVED_DTYPES = [
@@ -107,9 +115,14 @@ def check_mean_is_no_sum(comm: Comm) -> None:
     """Local gradients 1, 3, 5, ... of four elements: means 1, 2, 3, ..."""
     for dtype in (torch.float32, torch.bfloat16):
         local = torch.full((4 * comm.size,), ODD[comm.rank], dtype=dtype)
-        shard = torch.empty(4, dtype=dtype)
-        comm.reduce_scatter(shard, local)
-        assert shard.div(comm.size).tolist() == [float(comm.size)] * 4
+        shard, total = torch.empty(4, dtype=dtype), local[:3].clone()
+        comm.reduce_scatter(shard, local.clone(), op="mean")
+        assert shard.tolist() == [float(comm.size)] * 4
+        comm.all_reduce(total, op="mean")
+        assert total.tolist() == [float(comm.size)] * 3
+        wide = torch.empty(4)
+        comm.reduce_scatter(wide, local, op="mean", sum_dtype=torch.float32)
+        assert wide.tolist() == [float(comm.size)] * 4
 
 
 def check_scalar_and_parameter(comm: Comm) -> None:
@@ -197,6 +210,12 @@ def check_memory(comm: Comm) -> None:
     assert comm.empty(0, torch.float32).numel() == 0
 
 
+def gathered(comm: Comm, shard: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(comm.size * shard.numel(), dtype=shard.dtype)
+    comm.all_gather(out, shard)
+    return out
+
+
 def random_sums(comm: Comm) -> list[bytes]:
     """Sums whose bits depend on the order of addition."""
     results = []
@@ -204,6 +223,9 @@ def random_sums(comm: Comm) -> list[bytes]:
     for dtype in (torch.float32, torch.bfloat16):
         data = torch.randn(60 * comm.size, generator=generator).mul_(1000).to(dtype)
         scattered = torch.empty(60, dtype=dtype)
+        wide = torch.empty(60, dtype=torch.float64)
+        comm.reduce_scatter(wide, data.clone(), sum_dtype=torch.float64)
+        results.append(bytes(gathered(comm, wide).view(torch.uint8).tolist()))
         comm.reduce_scatter(scattered, data.clone())
         comm.all_reduce(data)
         assert torch.equal(data.view(comm.size, -1)[comm.rank], scattered)
@@ -230,7 +252,7 @@ def check_all(comm: Comm) -> list[bytes]:
 
 
 def check_recorded(comm: Comm) -> list[bytes]:
-    return check_all(Recorded(comm))
+    return check_all(Recorded(Checked(comm)))
 
 
 def test_one_rank() -> None:
@@ -254,6 +276,7 @@ def check_processes(comm: Comm) -> list[bytes]:
     assert check_all(comm) == bits
     assert check_recorded(comm) == bits
     check_picks(comm)
+    check_closing(plain)
     check_late_rank(plain)
     comm.barrier()
     return bits
@@ -307,6 +330,32 @@ def check_group_is_let_go(comm: Comm) -> None:
     assert reference() is None
 
 
+def check_closing(comm: Comm) -> None:
+    """A part's group goes with its comm; a group that the caller made stays."""
+    part = comm.split(0)
+    assert isinstance(part, GroupComm)
+    part.barrier()
+    part.close()
+    part.close()
+    assert part.group not in dist.distributed_c10d._world.pg_map
+    with pytest.raises(RuntimeError, match=r"all_reduce: this comm is closed \(rank"):
+        part.all_reduce(torch.ones(1))
+    with pytest.raises(RuntimeError, match="split: this comm is closed"):
+        part.split(0)
+    group = dist.new_group(list(range(comm.size)))
+    for shared_memory in (False, True):
+        picked = comm_for(group, shared_memory=shared_memory)
+        picked.close()
+        again = comm_for(group, shared_memory=shared_memory)
+        assert again is not picked
+        assert again is comm_for(group, shared_memory=shared_memory)
+        assert isinstance(again, SharedMemoryComm) is shared_memory
+        total = torch.ones(1)
+        again.all_reduce(total, op="sum")
+        assert total.item() == comm.size
+    dist.destroy_process_group(group)
+
+
 def check_late_rank(comm: Comm) -> None:
     """Rank 0 gives up on the others, who come when it has: it names what it waited for."""
     store = dist.distributed_c10d._get_default_store()
@@ -316,28 +365,10 @@ def check_late_rank(comm: Comm) -> None:
         for _ in range(2):
             with pytest.raises(
                 RuntimeError,
-                match=r"all_reduce sum of 2 torch.float32 failed on rank 0 of .* 0\.2 s",
+                match=r"all_reduce sum of 2 float32 failed on rank 0 of .* 0\.2 s",
             ):
                 work.wait()
         store.set("rank 0 gave up", "")
     else:
         store.wait(["rank 0 gave up"])
         comm.all_reduce(tensor)
-
-
-def stay_away(comm: Comm) -> None:
-    """Rank 1 never comes; over Gloo it is rank 0 that keeps the list."""
-    comm = comm_for(shared_memory=False)
-    store = dist.distributed_c10d._get_default_store()
-    if comm.rank == 2:
-        with pytest.raises(RuntimeError, match=r"barrier\(\) failed on rank 2 of 3 \(limit 0"):
-            comm.barrier(timeout_s=0.5)
-    if comm.rank > 0:
-        store.wait(["never"], timedelta(seconds=60))
-    comm.barrier(timeout_s=0.5)
-
-
-def test_a_barrier_of_processes_names_the_missing_rank() -> None:
-    message = r"(?s)barrier\(\) failed on rank 0 of 3 \(limit 0\.5 s\): .*Ranks 1 failed to pass"
-    with pytest.raises(RuntimeError, match=message):
-        run_ranks(stay_away, 3, timeout_s=30)

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shard_comm import Comm, OpRecord, Recorded, SharedArray, SoloComm, ThreadComm
+from shard_comm import (
+    Checked,
+    Comm,
+    HostStaged,
+    OpRecord,
+    PlanComm,
+    Quantized,
+    Recorded,
+    SharedArray,
+    SoloComm,
+    ThreadComm,
+)
 from shard_testing import run_ranks, run_threads
 
 
@@ -124,7 +135,7 @@ def check_versions(comm: Comm) -> None:
 
 
 def check_counts(comm: Comm) -> None:
-    recorded = Recorded(comm)
+    recorded = Recorded(Checked(comm))
     array = recorded.shared(4 * comm.size, torch.float32, name="w")
     assert array is not None
     assert array.name == "w"
@@ -166,6 +177,9 @@ def test_other_transports_have_none() -> None:
     comm = Recorded(SoloComm())
     assert comm.shared(4, torch.float32) is None
     assert comm.records["all_gather"] == OpRecord()
+    sharing = ThreadComm.group(1, shares_memory=True)[0]
+    for other in (Quantized(sharing), HostStaged(sharing, "cpu"), PlanComm(2), Checked(comm)):
+        assert other.shared(4, torch.float32) is None
     one = ThreadComm.group(1, shares_memory=True)[0].shared(4, torch.float32)
     assert one is not None
     one.claim()

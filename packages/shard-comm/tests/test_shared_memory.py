@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +24,14 @@ LARGE = 1_100_001
 """Elements of an fp32 input that passes through staging in several chunks, the last one odd."""
 
 
-def inputs(comm: Comm, numel: int, *, where: str) -> torch.Tensor:
+def inputs(
+    comm: Comm, numel: int, *, where: str, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Random numbers of this rank in memory of the comm, elsewhere, or each in turn by rank."""
     generator = torch.Generator().manual_seed(comm.rank)
-    values = torch.randn(numel, generator=generator).mul_(1000)
+    values = torch.randn(numel, generator=generator).mul_(1000).to(dtype)
     if where == "comm" or (where == "mixed" and comm.rank % 2 == 0):
-        return comm.empty(numel, torch.float32).copy_(values)
+        return comm.empty(numel, dtype).copy_(values)
     return values
 
 
@@ -38,14 +41,18 @@ def large_values(comm: Comm, where: str) -> list[bytes]:
     wide = inputs(comm, n * comm.size, where=where)
     gathered, scattered = torch.empty(n * comm.size), torch.empty(n)
     exchanged, reduced, sent = torch.empty(n * comm.size), wide[:n].clone(), wide[n:][:n].clone()
-    largest = torch.empty(n)
+    largest, narrow = torch.empty(n), inputs(comm, n * comm.size, where=where, dtype=torch.bfloat16)
+    summed, total = torch.empty(n), narrow[:n].clone()
     comm.all_gather(gathered, wide[:n])
     comm.all_to_all(exchanged, wide)
     comm.all_reduce(reduced)
     comm.broadcast(sent, src=comm.size - 1)
     comm.reduce_scatter(largest, wide.clone(), op="max")
     comm.reduce_scatter(scattered, wide)
-    results = [gathered, exchanged, reduced, sent, largest, scattered]
+    comm.all_reduce(total, op="premul_mean", sum_dtype=torch.float32)
+    comm.all_reduce(narrow.view(comm.size, n)[-1], op="mean", sum_dtype=torch.bfloat16)
+    comm.reduce_scatter(summed, narrow, sum_dtype=torch.float32)
+    results = [gathered, exchanged, reduced, sent, largest, scattered, summed, total.float()]
     return [_digest(result) for result in results]
 
 
@@ -84,6 +91,24 @@ def check_in_place(comm: SharedMemoryComm) -> None:
     del inp
     comm.barrier()  # all have read, so that the staging memory is free
     assert taken_bytes(comm) == before
+
+
+def check_wide_sums_are_not_staged(comm: SharedMemoryComm) -> None:
+    """256, 1 and so on in bfloat16, added where they lie, in float32: 257, or 259 of 4 ranks."""
+    comm.barrier()
+    inp = comm.empty(MIB, torch.bfloat16).fill_(256 if comm.rank == 0 else 1)
+    before = taken_bytes(comm)
+    out = torch.empty(MIB // comm.size)
+    work = comm.reduce_scatter(out, inp, sum_dtype=torch.float32, async_op=True)
+    assert taken_bytes(comm) == before
+    work.wait()
+    assert out.unique().tolist() == [255.0 + comm.size]
+    work = comm.all_reduce(inp, sum_dtype=torch.float32, async_op=True)
+    assert taken_bytes(comm) == before
+    work.wait()
+    assert inp.unique().tolist() == [{2: 256.0, 4: 260.0}[comm.size]]  # rounded to even, once
+    del inp
+    comm.barrier()
 
 
 def check_input_is_free_after_the_wait(comm: Comm) -> None:
@@ -185,6 +210,86 @@ def check_mismatch(comm: Comm) -> None:
     part = comm.split(0)
     with pytest.raises(RuntimeError, match=r"rank 0 calls broadcast from 0 .*from 1 of 1 float32"):
         part.broadcast(torch.ones(1), src=min(comm.rank, 1))
+
+
+def check_names(comm: Comm) -> None:
+    """Same sizes, other names: the sums would have been mixed up. Of long names the start shows."""
+    part = comm.split(0)
+    with pytest.raises(RuntimeError) as caught:
+        part.all_reduce(torch.ones(2), op="mean", name=f"layers.{min(comm.rank, 1)}")
+    said = comm.all_gather_object(str(caught.value))
+    expected = "ranks call different collectives: rank 0 calls all_reduce sum of 2 float32 (mean) "
+    expected += "for layers.0"
+    for rank in range(1, comm.size):
+        expected += f", rank {rank} calls all_reduce sum of 2 float32 (mean) for layers.1"
+    assert said == [expected] * comm.size
+    part = comm.split(0)
+    with pytest.raises(RuntimeError, match=r" for x{123}(, rank 1|$)"):
+        part.barrier() if comm.rank == 1 else part.all_gather(
+            torch.empty(comm.size), torch.ones(1), name="x" * 200
+        )
+    part = comm.split(0)
+    if comm.rank != 1:
+        what = r"reduce_scatter sum of \d int8 \(int32 sums\) for norm on rank \d of .* ranks \[1\]"
+        inp, out = torch.ones(comm.size, dtype=torch.int8), torch.empty(1, dtype=torch.int32)
+        with pytest.raises(RuntimeError, match=what):
+            part.reduce_scatter(out, inp, sum_dtype=torch.int32, name="norm", timeout_s=0.1)
+    comm.barrier()
+
+
+def check_closing(comm: Comm) -> None:
+    """A closed comm refuses calls; who still waits for it hears that it is gone."""
+    part = comm.split(0)
+    array = part.shared(part.size, torch.float32)
+    assert array is not None
+    memory = part.empty(3, torch.float32).fill_(comm.rank)
+    out = torch.empty(3 * comm.size)
+    part.all_gather(out, memory)
+    pending = part.all_gather(torch.empty(comm.size), torch.ones(1), async_op=True)
+    if comm.rank == 1:
+        part.close()
+        part.close()
+        where = rf"this comm is closed \(rank 1 of {comm.size}\); make a new one"
+        calls: dict[str, Callable[[], object]] = {
+            "barrier: ": part.barrier,
+            "all_gather_object: ": lambda: part.all_gather_object(1),
+            "split: ": lambda: part.split(0),
+            "shared: ": lambda: part.shared(part.size, torch.float32),
+            r"claim of the shared array \[\d\]: ": array.claim,
+            "": pending.wait,
+        }
+        for op, call in calls.items():
+            with pytest.raises(RuntimeError, match=f"^{op}{where}"):
+                call()
+        assert memory.tolist() == [1.0] * 3
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) is gone"):
+            part.barrier()
+    assert out.tolist() == [float(rank) for rank in range(comm.size) for _ in range(3)]
+    comm.barrier()
+
+
+def check_closing_ends_a_wait(comm: Comm) -> None:
+    """Another thread of the rank waits in a barrier when the comm is closed."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    if comm.rank == 0:
+        said: list[str] = []
+
+        def wait() -> None:
+            with pytest.raises(RuntimeError) as caught:
+                part.barrier()
+            said.append(str(caught.value))
+
+        called = part._engine._seq
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while part._engine._seq == called:
+            os.sched_yield()
+        part.close()
+        waiting.join()
+        assert said == [f"this comm is closed (rank 0 of {comm.size}); make a new one"]
+    comm.barrier()
 
 
 def check_absent_rank(comm: Comm) -> None:
@@ -375,11 +480,15 @@ def check_barrier_is_a_barrier(comm: Comm) -> None:
 CHECKS = [
     check_large,
     check_in_place,
+    check_wide_sums_are_not_staged,
     check_input_is_free_after_the_wait,
     check_block_in_flight_is_not_taken,
     check_many_under_way,
     check_uneven_progress,
     check_mismatch,
+    check_names,
+    check_closing,
+    check_closing_ends_a_wait,
     check_absent_rank,
     check_input_of_a_rank_that_gave_up,
     check_failure_in_the_middle,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shard_comm import Comm, ThreadComm
+from shard_comm import Comm, HostStaged, ThreadComm
 from shard_testing import run_threads
 
 
@@ -34,6 +34,10 @@ def test_a_group_is_made_in_rank_order() -> None:
         (
             lambda c: c.broadcast(torch.ones(2), src=1, timeout_s=0.1),
             "broadcast from 1 of 2 float32",
+        ),
+        (
+            lambda c: c.all_reduce(torch.ones(2), timeout_s=0.1, name="norm", op="mean"),
+            r"all_reduce sum of 2 float32 \(mean\) for norm",
         ),
         (lambda c: c.barrier(timeout_s=0.1), r"barrier\(\)"),
         (lambda c: c.all_gather_object(1, timeout_s=0.1), r"all_gather_object\(\)"),
@@ -85,6 +89,23 @@ MISMATCHES: dict[str, tuple[Callable[[Comm], object], Callable[[Comm], object], 
         lambda c: c.broadcast(torch.ones(2), src=0),
         lambda c: c.broadcast(torch.ones(2), src=1),
         "rank 0 calls broadcast from 0 of 2 float32, rank 1 calls broadcast from 1 of 2 float32",
+    ),
+    "average": (
+        lambda c: c.all_reduce(torch.ones(2), op="mean"),
+        lambda c: c.all_reduce(torch.ones(2)),
+        "rank 0 calls all_reduce sum of 2 float32 (mean), rank 1 calls all_reduce sum of 2 float32",
+    ),
+    "name": (
+        lambda c: c.reduce_scatter(torch.ones(1), torch.ones(2), name="layers.7.mlp"),
+        lambda c: c.all_gather(torch.ones(2), torch.ones(1), name="layers.8"),
+        "rank 0 calls reduce_scatter sum of 2 float32 for layers.7.mlp, "
+        "rank 1 calls all_gather of 1 float32 for layers.8",
+    ),
+    "names_alone": (
+        lambda c: c.broadcast(torch.ones(1), src=0, name="a"),
+        lambda c: HostStaged(c, "cpu").broadcast(torch.ones(1), src=0, name="b"),
+        "rank 0 calls broadcast from 0 of 1 float32 for a, "
+        "rank 1 calls broadcast from 0 of 1 float32 for b",
     ),
     "barrier": (
         lambda c: c.barrier(),

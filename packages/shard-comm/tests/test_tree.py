@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_comm import tree_sum
-from shard_comm._tree import tree_sum_rows
+from shard_comm._tree import tree_fold, tree_sum_rows, tree_sum_wide
 
 
 def test_worked_example() -> None:
@@ -55,6 +55,7 @@ def test_rows_are_added_in_the_same_tree(count: int, dtype: torch.dtype, seed: i
     generator = torch.Generator().manual_seed(seed)
     rows = (torch.randn(count, 17, generator=generator) * 1000).to(dtype)
     expected = tree_sum(list(rows))
+    assert torch.equal(tree_fold(count, lambda i: rows[i].clone()), expected)
     assert torch.equal(tree_sum_rows(rows), expected)
 
 
@@ -67,3 +68,31 @@ def test_a_tree_over_groups_of_two_to_the_n_is_the_tree_over_all(
     terms = list(torch.randn(2**low * high, 9, generator=generator))
     groups = [tree_sum(terms[i : i + 2**low]) for i in range(0, len(terms), 2**low)]
     assert torch.equal(tree_sum(groups), tree_sum(terms))
+
+
+def test_wide_worked_example() -> None:
+    rows = torch.tensor([[256.0], [1.0], [1.0], [1.0]]).bfloat16()
+    total = torch.empty(1)
+    tree_sum_wide(list(rows), total)
+    assert total.item() == 259.0
+    assert tree_sum(list(rows)).item() == 258.0
+    tree_sum_wide(list(rows[:3]), total, divisor=2)
+    assert total.item() == 129.0
+    assert rows.flatten().tolist() == [256.0, 1.0, 1.0, 1.0]
+
+
+@given(st.integers(1, 9), st.sampled_from([1, 3]), st.integers(0, 2**31))
+def test_wide_sums_are_sums_of_what_was_widened(count: int, divisor: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = (torch.randn(count, 17, generator=generator) * 1000).bfloat16()
+    total = torch.empty(17)
+    tree_sum_wide(list(rows), total, divisor=divisor)
+    assert torch.equal(total, tree_sum([row.float() / divisor for row in rows]))
+
+
+def test_wide_sums_of_many_elements() -> None:
+    """More than are added at a time."""
+    rows = torch.arange(300_000.0).remainder_(251).view(3, -1).bfloat16()
+    total = torch.empty(100_000)
+    tree_sum_wide(list(rows), total)
+    assert torch.equal(total, rows.float().sum(0))

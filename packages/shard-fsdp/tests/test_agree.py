@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from shard_comm import Comm, Recorded
+from shard_comm import Comm, Recorded, comm_for
 from shard_fsdp import fully_shard
 from shard_fsdp._agree import Trail
-from shard_testing import run_threads
+from shard_testing import run_ranks, run_threads
 
 
 class _Scale(nn.Module):
@@ -43,26 +43,50 @@ def _either(comm: Comm) -> Any:
     return fully_shard(model, mesh=comm)
 
 
-def _different_units(comm: Comm) -> None:
-    """Equal sizes, so that no transport notices."""
+def _run_different_units(comm: Comm) -> str:
+    """Equal sizes, so that no transport notices which knows no names."""
     model = _either(comm)
-    with pytest.raises(
-        RuntimeError,
-        match=r"first difference is at number 0: rank 0: gather layers\.0\.weight, "
-        r"rank 1: gather layers\.1\.weight",
-    ):
+    with pytest.raises(RuntimeError) as caught:
         model(torch.ones(1), comm.rank).sum().backward()
+    return str(caught.value)
 
 
-def _different_losses(comm: Comm) -> None:
+def _run_different_losses(comm: Comm) -> str:
     """All run both, but each rank's loss needs one of them."""
     model = _either(comm)
     model.set_reshard_after_forward(False)
     outs = [model(torch.ones(1), which) for which in (0, 1)]
-    with pytest.raises(
-        RuntimeError, match=r"rank 0: reduce layers\.0\.weight, rank 1: reduce layers\.1"
-    ):
+    with pytest.raises(RuntimeError) as caught:
         outs[comm.rank].sum().backward()
+    return str(caught.value)
+
+
+def _different_units(comm: Comm) -> None:
+    assert _run_different_units(comm) == (
+        "ranks call different collectives: rank 0 calls all_gather of 4 float32 for "
+        "layers.0.weight, rank 1 calls all_gather of 4 float32 for layers.1.weight"
+    )
+
+
+def _different_losses(comm: Comm) -> None:
+    assert _run_different_losses(comm) == (
+        "ranks call different collectives: rank 0 calls reduce_scatter sum of 8 float32 for "
+        "layers.0.weight, rank 1 calls reduce_scatter sum of 8 float32 for layers.1.weight"
+    )
+
+
+def _where_names_do_not_travel(comm: Comm) -> None:
+    """Over Gloo the trail that each rank leaves tells."""
+    gloo = comm_for(shared_memory=False)
+    assert (
+        "first difference is at number 0: rank 0: gather layers.0.weight, "
+        "rank 1: gather layers.1.weight"
+    ) in _run_different_units(gloo)
+    assert "rank 0: reduce layers.0.weight, rank 1: reduce layers.1" in _run_different_losses(gloo)
+
+
+def test_ranks_that_differ_over_gloo() -> None:
+    run_ranks(_where_names_do_not_travel, 2)
 
 
 def test_the_trail_of_two_ranks() -> None:

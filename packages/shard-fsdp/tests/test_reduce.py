@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,12 @@ from shard_fsdp._reduce import GradReducer
 from shard_testing import run_threads
 
 
-def _make(comm: Comm, settings: UnitSettings, dtype: torch.dtype = torch.float32) -> GradReducer:
+def _make(
+    comm: Comm,
+    settings: UnitSettings,
+    dtype: torch.dtype = torch.float32,
+    wire: torch.dtype | None = None,
+) -> GradReducer:
     layout = plan_layout(
         [ParamSpec("a", (3,), torch.float32), ParamSpec("b", (2, 2), torch.float32)], comm.size
     )
@@ -33,7 +40,7 @@ def _make(comm: Comm, settings: UnitSettings, dtype: torch.dtype = torch.float32
         settings=settings,
         on_arrival=lambda: None,
     )
-    return GradReducer(layout, params, context=context, dtype=dtype)
+    return GradReducer(layout, params, context=context, dtype=dtype, wire=wire or dtype)
 
 
 def _full_grads(reducer: GradReducer) -> list[list[float] | None]:
@@ -127,3 +134,44 @@ def _half(comm: Comm) -> None:
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_float16_sums_do_not_overflow(world_size: int) -> None:
     run_threads(_half, world_size)
+
+
+def _wide(comm: Comm) -> None:
+    """256 + 1 is no bfloat16, so the sum is one only if it is taken in float32."""
+    recorded = Recorded(comm)
+    settings = UnitSettings(divide_factor=1.0)
+    reducer = _make(recorded, settings, torch.float32, torch.bfloat16)
+    mine = torch.full((3,), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16)
+    reducer.receive(0, mine)
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer)[0] == [256.0 + comm.size - 1] * 3
+    assert recorded.records["reduce_scatter"].payload_bytes == 2 * reducer._layout.numel
+    settings.sync_gradients = False  # two microbatches: 256 and 1 on each rank
+    reducer = _make(recorded, settings, torch.float32, torch.bfloat16)
+    reducer.receive(0, torch.full((3,), 256.0, dtype=torch.bfloat16))
+    reducer.accumulate()
+    settings.sync_gradients = True
+    if comm.rank == 0:  # the others' last microbatch had no gradient
+        reducer.receive(0, torch.ones(3, dtype=torch.bfloat16))
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer)[0] == [256.0 * comm.size + 1] * 3
+
+
+def _narrow_then_unsynchronised(comm: Comm) -> None:
+    """Synchronisation is switched off after the first gradient of a backward has come."""
+    settings = UnitSettings(divide_factor=1.0)
+    reducer = _make(comm, settings, torch.float32, torch.bfloat16)
+    reducer.receive(0, torch.full((3,), 256.0, dtype=torch.bfloat16))
+    reducer.accumulate()
+    reducer.receive(0, torch.ones(3, dtype=torch.bfloat16))
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer)[0] == [257.0 * comm.size] * 3
+
+
+@pytest.mark.parametrize("check", [_wide, _narrow_then_unsynchronised])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_travel_narrow_and_are_added_wide(check: Any, world_size: int) -> None:
+    run_threads(check, world_size)

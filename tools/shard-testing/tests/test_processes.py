@@ -4,17 +4,18 @@ import os
 import signal
 import threading
 from multiprocessing import active_children
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
 import torch
 
-from shard_comm import Comm, GroupComm
+from shard_comm import Comm, SharedMemoryComm
 from shard_testing import run_ranks
 
 
 def report(comm: Comm, word: str, tensor: torch.Tensor) -> tuple[int, int, str, float, int]:
-    assert isinstance(comm, GroupComm)
+    assert isinstance(comm, SharedMemoryComm)
     total = tensor * (comm.rank + 1)
     comm.all_reduce(total)
     return comm.rank, comm.size, word, total.item(), torch.get_num_threads()
@@ -125,3 +126,27 @@ def test_functions_that_a_new_process_cannot_find_are_refused() -> None:
 def test_world_sizes_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="expected world_size >= 1, got 0"):
         run_ranks(process_id, 0)
+
+
+def lose_rank_1(comm: Comm, folder: str, how: str) -> int:
+    note_process(comm, folder)
+    if comm.rank == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+    if how == "bad end" and comm.rank == 2:
+        Finalize(None, os._exit, args=(3,), exitpriority=0)
+    return comm.rank
+
+
+@pytest.mark.parametrize("how", ["kill", "hang"])
+def test_lost_ranks_are_not_waited_for(how: str, tmp_path: Path) -> None:
+    assert run_ranks(lose_rank_1, 3, str(tmp_path), how, lost=[1], timeout_s=60) == [0, None, 2]
+    check_nothing_is_left(tmp_path, 3)
+
+
+def test_the_others_must_end_well(tmp_path: Path) -> None:
+    message = r"rank 2 returned, but its process did not end well within 5 s \(exit code 3\)"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(lose_rank_1, 3, str(tmp_path), "bad end", lost=[1], timeout_s=60)
+    check_nothing_is_left(tmp_path, 3)

@@ -1,8 +1,12 @@
 """Moving elements between ranks: collectives and their transports."""
 
+from shard_comm._call_entry import CallEntry
+from shard_comm._checked import Checked
 from shard_comm._comm import Comm, Work
 from shard_comm._group import GroupComm
 from shard_comm._pick import comm_for
+from shard_comm._plan import PlanComm
+from shard_comm._quantized import Quantized
 from shard_comm._recorded import OpRecord, Recorded
 from shard_comm._shared_array import SharedArray
 from shard_comm._shared_memory import SharedMemoryComm
@@ -12,10 +16,14 @@ from shard_comm._thread import ThreadComm
 from shard_comm._tree import tree_sum
 
 __all__ = [
+    "CallEntry",
+    "Checked",
     "Comm",
     "GroupComm",
     "HostStaged",
     "OpRecord",
+    "PlanComm",
+    "Quantized",
     "Recorded",
     "SharedArray",
     "SharedMemoryComm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import threading
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,7 +36,8 @@ _KINDS = (
 _OPS = ("", "sum", "max", "min")
 _DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_STEP, _KIND, _NUMEL, _SEGMENT, _SEGMENT_BYTES, _OFFSET, _NOTE = range(7)
+_STEP, _KIND, _NUMEL, _SEGMENT, _SEGMENT_BYTES, _OFFSET, _NOTE, _LABEL = range(_LINE_WORDS)
+_LABEL_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Call:
         dtype: its dtype, if there is a tensor.
         op: of a reduction.
         src: of a broadcast.
+        label: what messages add, such as the caller's name for the tensor.
     """
 
     kind: str
@@ -55,6 +58,7 @@ class Call:
     dtype: torch.dtype | None = None
     op: str = ""
     src: int = -1
+    label: str = ""
 
     def __str__(self) -> str:
         words = [self.kind]
@@ -63,18 +67,31 @@ class Call:
         if self.src >= 0:
             words.append(f"from {self.src}")
         if self.dtype is None:
-            return f"{' '.join(words)}()"
-        return f"{' '.join(words)} of {self.numel} {str(self.dtype).removeprefix('torch.')}"
+            return f"{' '.join(words)}(){self.label}"
+        what = f"of {self.numel} {str(self.dtype).removeprefix('torch.')}"
+        return f"{' '.join(words)} {what}{self.label}"
+
+    @cached_property
+    def label_text(self) -> bytes:
+        """As much of the label as others can read."""
+        return self.label.encode()[:_LABEL_BYTES]
+
+    @cached_property
+    def label_code(self) -> int:
+        """How long the label's text is, and a checksum of the whole label; 0 without one."""
+        if not self.label:
+            return 0
+        return len(self.label_text) << 32 | zlib.crc32(self.label.encode())
 
     @cached_property
     def code(self) -> int:
-        """All but ``numel`` in one number."""
+        """All but ``numel`` and the label in one number."""
         dtype = 0 if self.dtype is None else _DTYPE_CODES[self.dtype] + 1
         code = _KINDS.index(self.kind) | _OPS.index(self.op) << 8 | dtype << 16
         return code | (self.src + 1) << 32
 
     @classmethod
-    def read(cls, code: int, numel: int) -> Call:
+    def read(cls, code: int, numel: int, label: str) -> Call:
         """Return the call with this code."""
         dtype = code >> 16 & 0xFFFF
         return cls(
@@ -83,6 +100,7 @@ class Call:
             _DTYPES[dtype - 1] if dtype else None,
             _OPS[code >> 8 & 0xFF],
             (code >> 32) - 1,
+            label,
         )
 
 
@@ -107,7 +125,8 @@ class Board:
         self.words = self._bytes.cast("q")
         self.size = size
         self._own = rank * SLOTS * _LINE_WORDS
-        self._reasons = size * SLOTS * _LINE_WORDS * 8
+        self._labels = size * SLOTS * _LINE_WORDS * 8
+        self._reasons = self._labels + size * SLOTS * _LABEL_BYTES
         self.rank = rank
         start = self._reason_at(rank)
         self.words[start // 8 + 1] = os.getpid()
@@ -120,7 +139,7 @@ class Board:
     @staticmethod
     def nbytes(size: int) -> int:
         """Bytes of the board of ``size`` ranks, in whole pages."""
-        raw = size * (SLOTS * _LINE_WORDS * 8 + _REASON_BYTES)
+        raw = size * (SLOTS * (_LINE_WORDS * 8 + _LABEL_BYTES) + _REASON_BYTES)
         return -(-raw // PAGE) * PAGE
 
     def fence(self) -> None:
@@ -137,6 +156,10 @@ class Board:
         words[slot + _KIND] = call.code
         words[slot + _NUMEL] = call.numel
         words[slot + _NOTE] = note
+        words[slot + _LABEL] = call.label_code
+        if call.label:
+            start, text = self._label_at(self.rank, seq), call.label_text
+            self._bytes[start : start + len(text)] = text
         words[slot + _SEGMENT] = -1 if place is None else place.segment
         if place is not None:
             words[slot + _SEGMENT_BYTES] = place.segment_bytes
@@ -189,20 +212,24 @@ class Board:
 
     def agrees(self, seq: int, call: Call) -> bool:
         """Whether every other rank made the same call number ``seq``."""
-        code, numel = call.code, call.numel
+        code, numel, label = call.code, call.numel, call.label_code
         words, line = self.words, seq % SLOTS * _LINE_WORDS
         for slot in self._peer_slots:
             at = slot + line
-            if words[at + _KIND] != code or (code and words[at + _NUMEL] != numel):
+            if words[at + _KIND] != code or (
+                code and (words[at + _NUMEL] != numel or words[at + _LABEL] != label)
+            ):
                 self.fence()
                 if words[at] >> 24 == seq:  # else it has agreed and gone on
                     return False
         return True
 
     def call(self, rank: int, seq: int) -> Call:
-        """Return what ``rank``, which has arrived, calls."""
+        """Return what ``rank``, which has arrived, calls; of a long label the beginning."""
         at = self._at(rank, seq)
-        return Call.read(self.words[at + _KIND], self.words[at + _NUMEL])
+        code, start = self.words[at + _KIND], self._label_at(rank, seq)
+        text = self._bytes[start : start + (self.words[at + _LABEL] >> 32)] if code else b""
+        return Call.read(code, self.words[at + _NUMEL], bytes(text).decode(errors="replace"))
 
     def place(self, rank: int, seq: int) -> Place | None:
         """Return where the data of ``rank``, which has arrived, lie."""
@@ -250,6 +277,9 @@ class Board:
             start = self._reason_at(rank) + 16
             union |= int.from_bytes(self._bytes[start : start + _MASK_BYTES], "little")
         return union.bit_count()
+
+    def _label_at(self, rank: int, seq: int) -> int:
+        return self._labels + (rank * SLOTS + seq % SLOTS) * _LABEL_BYTES
 
     def _reason_at(self, rank: int) -> int:
         return self._reasons + rank * _REASON_BYTES

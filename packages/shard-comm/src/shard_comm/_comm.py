@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shard_comm._calls import noted
+from shard_comm._reduction import Reduction
+from shard_comm._tree import tree_sum_wide
+
 if TYPE_CHECKING:
     from shard_comm._shared_array import SharedArray
-
-OPS = ("sum", "max", "min")
 
 
 class Work:
@@ -48,18 +50,21 @@ class Work:
 class Comm(ABC):
     """One process group seen through one transport.
 
-    All methods but ``empty`` are collective: every rank calls them in the same order with the
-    same sizes, dtype and operation. ``timeout_s`` defaults to that of the comm. With
+    All methods but ``empty`` and ``close`` are collective: every rank calls them in the same order
+    with the same sizes, dtype, operation and name. ``timeout_s`` defaults to that of the comm. With
     ``async_op`` the tensors belong to the collective until the returned work is waited for.
+    ``name`` says what is moved, as in ``"layers.8"``; errors repeat it.
 
     Attributes:
         rank: this rank, in ``range(size)``.
         size: number of ranks.
         device: where tensors must live.
         timeout_s: seconds after which a wait raises.
+        closed: whether ``close()`` was called.
         process_group: torch.distributed's, of the same ranks, if the comm was made from one.
     """
 
+    closed = False
     process_group: dist.ProcessGroup | None = None
 
     def __init__(self, rank: int, size: int, *, device: torch.device, timeout_s: float) -> None:
@@ -82,6 +87,13 @@ class Comm(ABC):
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def close(self) -> None:
+        """Release what the comm holds; later collectives raise RuntimeError. Local.
+
+        Calling it again does nothing. A wrapper closes the comm inside.
+        """
+        self.closed = True
+
     def shared(self, numel: int, dtype: torch.dtype, *, name: str = "") -> SharedArray | None:
         """Return one array that all ranks map; None where the transport has none.
 
@@ -92,16 +104,18 @@ class Comm(ABC):
 
         Raises:
             ValueError: ``numel`` is not divisible, or below the number of ranks.
-            RuntimeError: ranks ask for different arrays, or there is no memory for it.
+            RuntimeError: ranks ask for different arrays, or the comm is closed.
 
         **Collective**. **Memory**: one copy for the whole group, until the last rank drops it.
         """
+        self._check_open("shared")
         if numel < self.size or numel % self.size:
             raise ValueError(
                 f"shared{' ' if name else ''}{name}: expected a positive multiple of {self.size} "
                 f"elements, got {numel} (rank {self.rank} of {self.size})"
             )
-        return self._shared(numel, dtype, name)
+        with noted(name):
+            return self._shared(numel, dtype, name)
 
     @torch.no_grad()
     def all_gather(
@@ -111,6 +125,7 @@ class Comm(ABC):
         *,
         async_op: bool = False,
         timeout_s: float | None = None,
+        name: str = "",
     ) -> Work:
         """Fill ``out`` with every rank's ``inp``, in rank order.
 
@@ -119,16 +134,18 @@ class Comm(ABC):
             inp: ``[n]``, same dtype; it may be this rank's own slice of ``out``.
             async_op: return at once; wait with the returned work.
             timeout_s: seconds after which the wait raises.
+            name: what is moved, for errors.
 
         Raises:
             ValueError: shapes, dtypes, devices or the timeout do not fit, or ``inp`` overlaps
                 ``out`` elsewhere than in this rank's slice; nothing was sent.
-            RuntimeError: a rank did not arrive in time.
+            RuntimeError: a rank did not arrive in time, or the comm is closed.
         """
         self._check("all_gather", out, inp, out_numel=inp.numel() * self.size, timeout_s=timeout_s)
         if out.data_ptr() + self.rank * inp.nbytes != inp.data_ptr():
             self._check_apart("all_gather", out, inp)
-        return self._end(self._all_gather(out, inp, timeout_s), async_op)
+        with noted(name):
+            return self._end(self._all_gather(out, inp, timeout_s), async_op)
 
     @torch.no_grad()
     def reduce_scatter(
@@ -137,29 +154,47 @@ class Comm(ABC):
         inp: torch.Tensor,
         *,
         op: str = "sum",
+        sum_dtype: torch.dtype | None = None,
         async_op: bool = False,
         timeout_s: float | None = None,
+        name: str = "",
     ) -> Work:
         """Reduce ``inp`` over ranks and keep this rank's slice of the result.
 
         Args:
-            out: ``[n]``, contiguous, not part of ``inp``.
-            inp: ``[size * n]``, same dtype. Its contents are undefined afterwards.
-            op: ``"sum"``, ``"max"`` or ``"min"``. Sums follow the fixed tree over ranks where
-                the transport lets us choose.
+            out: ``[n]``, contiguous, not part of ``inp``; in ``inp``'s dtype or ``sum_dtype``.
+            inp: ``[size * n]``. Its contents are undefined afterwards.
+            op: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"premul_mean"``, which divides
+                every contribution before it is added, so that nothing overflows. Sums follow the
+                fixed tree over ranks where the transport lets us choose.
+            sum_dtype: add in this dtype, in the fixed tree on every transport, and round once;
+                ``inp``'s dtype travels. By default contributions are added in their own dtype.
             async_op: return at once; wait with the returned work.
             timeout_s: seconds after which the wait raises.
+            name: what is moved, for errors.
 
         Raises:
             ValueError: shapes, dtypes, devices, ``op`` or the timeout do not fit, or the two
                 overlap; nothing was sent.
-            RuntimeError: a rank did not arrive in time.
+            RuntimeError: a rank did not arrive in time, or the comm is closed.
+
+        **Memory**: with a ``sum_dtype``, a second buffer of ``inp``'s size while it runs; where
+        ranks share memory, none.
         """
         numel = out.numel() * self.size
-        self._check("reduce_scatter", inp, out, out_numel=numel, timeout_s=timeout_s)
+        self._check("reduce_scatter", inp, out, out_numel=numel, timeout_s=timeout_s, mixed=True)
         self._check_apart("reduce_scatter", out, inp)
-        self._check_op("reduce_scatter", op)
-        return self._end(self._reduce_scatter(out, inp, op, timeout_s), async_op)
+        how = Reduction(op, sum_dtype, self.size)
+        how.check("reduce_scatter", inp, out, where=self._where)
+        with noted(name, how.detail):
+            total = how.total(out)
+            if sum_dtype is not None:
+                work = self._sum_scatter(total, inp, how.divisor, timeout_s)
+            else:
+                if how.divisor > 1:
+                    inp.div_(how.divisor)
+                work = self._reduce_scatter(out, inp, how.inner, timeout_s)
+            return self._end(Work(how.finish(work.wait, total, out)), async_op)
 
     @torch.no_grad()
     def all_reduce(
@@ -167,24 +202,42 @@ class Comm(ABC):
         tensor: torch.Tensor,
         *,
         op: str = "sum",
+        sum_dtype: torch.dtype | None = None,
         async_op: bool = False,
         timeout_s: float | None = None,
+        name: str = "",
     ) -> Work:
         """Reduce ``tensor`` over ranks in place; every rank gets the same bits.
 
         Args:
             tensor: any shape, contiguous.
-            op: ``"sum"``, ``"max"`` or ``"min"``; NaN wins over numbers in all three.
+            op: ``"sum"``, ``"mean"``, ``"premul_mean"`` (see ``reduce_scatter``), ``"max"`` or
+                ``"min"``; NaN wins over numbers in all of them.
+            sum_dtype: add in this dtype, in the fixed tree on every transport, and round once.
             async_op: return at once; wait with the returned work.
             timeout_s: seconds after which the wait raises.
+            name: what is moved, for errors.
 
         Raises:
             ValueError: the tensor, ``op`` or the timeout does not fit; nothing was sent.
-            RuntimeError: a rank did not arrive in time.
+            RuntimeError: a rank did not arrive in time, or the comm is closed.
+
+        **Memory**: with a ``sum_dtype``, ``size`` times the tensor's while it runs (where ranks
+        share memory, none): keep to small tensors there.
         """
         self._check("all_reduce", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
-        self._check_op("all_reduce", op)
-        return self._end(self._all_reduce(tensor.view(-1), op, timeout_s), async_op)
+        how = Reduction(op, sum_dtype, self.size)
+        how.check("all_reduce", tensor, tensor, where=self._where)
+        flat = tensor.view(-1)
+        with noted(name, how.detail):
+            total = how.total(flat)
+            if sum_dtype is not None:
+                work = self._sum_all(total, flat, how.divisor, timeout_s)
+            else:
+                if how.divisor > 1:
+                    flat.div_(how.divisor)
+                work = self._all_reduce(flat, how.inner, timeout_s)
+            return self._end(Work(how.finish(work.wait, total, flat)), async_op)
 
     @torch.no_grad()
     def broadcast(
@@ -194,18 +247,27 @@ class Comm(ABC):
         src: int,
         async_op: bool = False,
         timeout_s: float | None = None,
+        name: str = "",
     ) -> Work:
         """Copy rank ``src``'s ``tensor`` into every rank's, in place.
+
+        Args:
+            tensor: any shape, contiguous.
+            src: the rank whose values all get.
+            async_op: return at once; wait with the returned work.
+            timeout_s: seconds after which the wait raises.
+            name: what is moved, for errors.
 
         Raises:
             ValueError: the tensor or the timeout does not fit, or ``src`` is no rank; nothing
                 was sent.
-            RuntimeError: a rank did not arrive in time.
+            RuntimeError: a rank did not arrive in time, or the comm is closed.
         """
         self._check("broadcast", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
         if not 0 <= src < self.size:
             raise ValueError(f"broadcast: expected src in [0, {self.size}), got {src}")
-        return self._end(self._broadcast(tensor.view(-1), src, timeout_s), async_op)
+        with noted(name):
+            return self._end(self._broadcast(tensor.view(-1), src, timeout_s), async_op)
 
     @torch.no_grad()
     def all_to_all(
@@ -215,6 +277,7 @@ class Comm(ABC):
         *,
         async_op: bool = False,
         timeout_s: float | None = None,
+        name: str = "",
     ) -> Work:
         """Send slice ``r`` of ``inp`` to rank ``r``; slice ``r`` of ``out`` comes from rank ``r``.
 
@@ -223,11 +286,12 @@ class Comm(ABC):
             inp: ``[size * n]``, same dtype.
             async_op: return at once; wait with the returned work.
             timeout_s: seconds after which the wait raises.
+            name: what is moved, for errors.
 
         Raises:
             ValueError: shapes, dtypes, devices or the timeout do not fit, or the two overlap;
                 nothing was sent.
-            RuntimeError: a rank did not arrive in time.
+            RuntimeError: a rank did not arrive in time, or the comm is closed.
         """
         self._check("all_to_all", out, inp, out_numel=inp.numel(), timeout_s=timeout_s)
         self._check_apart("all_to_all", out, inp)
@@ -235,19 +299,41 @@ class Comm(ABC):
             raise ValueError(
                 f"all_to_all: expected a multiple of {self.size} elements, got {inp.numel()}"
             )
-        return self._end(self._all_to_all(out, inp, timeout_s), async_op)
+        with noted(name):
+            return self._end(self._all_to_all(out, inp, timeout_s), async_op)
 
     @abstractmethod
     def barrier(self, *, timeout_s: float | None = None) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called it.
+
+        Raises:
+            ValueError: the timeout does not fit; nothing was sent.
+            RuntimeError: a rank did not arrive in time, or the comm is closed.
+
+        **Collective**: all ranks.
+        """
 
     @abstractmethod
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """Return every rank's picklable ``obj``, in rank order. For small control data."""
+        """Return every rank's picklable ``obj``, in rank order. For small control data.
+
+        Raises:
+            ValueError: the timeout does not fit; nothing was sent.
+            RuntimeError: a rank did not arrive in time, or the comm is closed.
+            Exception: what pickling ``obj`` raises; nothing was sent.
+
+        **Collective**: all ranks; objects may differ in kind and size.
+        """
 
     @abstractmethod
     def split(self, color: int) -> Comm:
-        """Return the comm of the ranks that passed the same ``color``, in the same order."""
+        """Return the comm of the ranks that passed the same ``color``, in the same order.
+
+        Raises:
+            RuntimeError: a rank did not arrive in time, or the comm is closed.
+
+        **Collective**: all ranks of this comm, whatever their color.
+        """
 
     @abstractmethod
     def _all_gather(
@@ -270,6 +356,32 @@ class Comm(ABC):
         self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
     ) -> Work: ...
 
+    def _sum_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, divisor: int, timeout_s: float | None
+    ) -> Work:
+        """Add slices of ``inp`` in ``out``'s wider dtype, each divided by ``divisor`` first."""
+        received = torch.empty_like(inp)
+        arriving = self._all_to_all(received, inp, timeout_s)
+
+        def finish() -> None:
+            arriving.wait()
+            tree_sum_wide(received.view(self.size, -1).unbind(), out.view(-1), divisor=divisor)
+
+        return Work(finish)
+
+    def _sum_all(
+        self, out: torch.Tensor, flat: torch.Tensor, divisor: int, timeout_s: float | None
+    ) -> Work:
+        """Add every rank's ``flat`` in ``out``'s wider dtype, each divided first."""
+        received = flat.new_empty(self.size * flat.numel())
+        arriving = self._all_gather(received, flat, timeout_s)
+
+        def finish() -> None:
+            arriving.wait()
+            tree_sum_wide(received.view(self.size, -1).unbind(), out, divisor=divisor)
+
+        return Work(finish)
+
     def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray | None:
         return None
 
@@ -280,14 +392,21 @@ class Comm(ABC):
         return work
 
     def _limit_s(self, op: str, timeout_s: float | None) -> float:
-        """The timeout of one call."""
+        """The timeout of one call; refuses it where the comm is closed."""
+        self._check_open(op)
         if timeout_s is None:
             return self.timeout_s
         if not timeout_s > 0:
-            raise ValueError(
-                f"{op}: expected timeout_s > 0, got {timeout_s} (rank {self.rank} of {self.size})"
-            )
+            raise ValueError(f"{op}: expected timeout_s > 0, got {timeout_s} {self._where}")
         return timeout_s
+
+    @property
+    def _where(self) -> str:
+        return f"(rank {self.rank} of {self.size})"
+
+    def _check_open(self, op: str) -> None:
+        if self.closed:
+            raise RuntimeError(f"{op}: this comm is closed {self._where}; make a new one")
 
     def _check(
         self,
@@ -297,15 +416,16 @@ class Comm(ABC):
         *,
         out_numel: int,
         timeout_s: float | None,
+        mixed: bool = False,
     ) -> None:
         self._limit_s(op, timeout_s)
-        where = f"(rank {self.rank} of {self.size})"
+        where = self._where
         if big.numel() != out_numel:
             raise ValueError(
                 f"{op}: expected {out_numel} elements beside {small.numel()} on the other side, "
                 f"got {big.numel()} {where}"
             )
-        if big.dtype != small.dtype:
+        if big.dtype != small.dtype and not mixed:
             raise ValueError(f"{op}: expected one dtype, got {big.dtype} and {small.dtype} {where}")
         for tensor in (big, small):
             if not tensor.is_contiguous():
@@ -313,10 +433,14 @@ class Comm(ABC):
                     f"{op}: expected a contiguous tensor, got strides {tensor.stride()} {where}; "
                     f"call contiguous()"
                 )
-            if tensor.device.type != self.device.type:
+            if not self._serves(tensor.device):
                 raise ValueError(
                     f"{op}: expected a tensor on {self.device}, got one on {tensor.device} {where}"
                 )
+
+    def _serves(self, device: torch.device) -> bool:
+        mine = self.device
+        return mine.type == device.type and mine.index in (None, device.index)
 
     def _check_apart(self, op: str, out: torch.Tensor, inp: torch.Tensor) -> None:
         """Raise where writing ``out`` changes ``inp`` before other ranks have read it."""
@@ -325,11 +449,6 @@ class Comm(ABC):
         first, second = sorted([out, inp], key=lambda t: t.data_ptr())
         if first.data_ptr() + first.nbytes > second.data_ptr():
             raise ValueError(
-                f"{op}: out and inp overlap in memory (rank {self.rank} of {self.size}); pass a "
-                f"tensor of its own for one of them"
+                f"{op}: out and inp overlap in memory {self._where}; pass a tensor of its own for "
+                f"one of them"
             )
-
-    @staticmethod
-    def _check_op(name: str, op: str) -> None:
-        if op not in OPS:
-            raise ValueError(f"{name}: expected op to be one of {OPS}, got {op!r}")

@@ -95,6 +95,16 @@ class Engine:
             self.collect()
             self.arena.trim()
 
+    def close(self, reason: str) -> None:
+        """Let go of the file: later calls here raise for this reason, and others find it gone."""
+        with self._lock:
+            if self._broken is None:
+                self._broken = reason
+                self.collect()
+                self.arena.trim()  # not what others may still read: that goes with this object
+            self._under_way.clear()
+            self.file.close()
+
     def barrier(self, limit_s: float) -> None:
         """Wait for every rank to call this."""
         seq, board = self._next(), self.board
@@ -185,8 +195,7 @@ class Engine:
 
     def _compare(self, seq: int, call: Call) -> None:
         if not self.board.agrees(seq, call):
-            calls = {r: self.board.call(r, seq) for r in self.board.peers} | {self.rank: call}
-            said = ", ".join(f"rank {rank} calls {calls[rank]}" for rank in sorted(calls))
+            said = ", ".join(f"rank {r} calls {self.board.call(r, seq)}" for r in range(self.size))
             raise self._failure(f"ranks call different collectives: {said}")
 
     def wait(
@@ -216,6 +225,8 @@ class Engine:
         self, missing: list[int], what: str, waited_s: float, limit_s: float
     ) -> str | None:
         """Why waiting on makes no sense, if it does not."""
+        if self._broken is not None:
+            return self._broken
         for reason in self.board.last_words().values():
             return reason
         here = f"{what} on rank {self.rank} of {self.size}"

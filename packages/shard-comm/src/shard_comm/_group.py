@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shard_comm._calls import describe, noted
 from shard_comm._comm import Comm, Work
+from shard_comm._roll import SLOW_S, Inquiry, Roll
 from shard_comm._solo import SoloComm
 from shard_comm._tree import tree_sum_rows
 
@@ -31,6 +34,12 @@ class GroupComm(Comm):
     Where the backend has no order of summation to offer (Gloo), reductions are an ``all_to_all``
     and a local sum in the fixed tree, so equal data give equal bits. On NCCL the library's own
     reductions are used.
+
+    A wait that fails says which ranks came to the collective and which did not, as far as the
+    group's store knows: over Gloo every rank that has waited for a second has told it. A rank that
+    went on without waiting (the source of a broadcast, say) may be listed among the missing. Gloo
+    itself gives a collective up only after the group's own timeout: with a shorter one here, the
+    end of the process waits for that.
 
     Args:
         group: the process group; None is the default group.
@@ -75,28 +84,30 @@ class GroupComm(Comm):
                 f"expected a device that the group's backends {backends} serve, got {device}"
             )
         self._ordered = self._backend != "nccl"
+        self._owned = False
+        self._roll = Roll.of(self.group)
         default = timeout_s if timeout_s is not None else _group_timeout_s(self.group, device)
         super().__init__(rank, dist.get_world_size(self.group), device=device, timeout_s=default)
 
+    def close(self) -> None:
+        """Destroy the process group if ``split()`` made it; a caller's own stays. Local."""
+        if self._owned and not self.closed:
+            dist.destroy_process_group(self.group)
+        super().close()
+
     def barrier(self, *, timeout_s: float | None = None) -> None:
-        """Return when every rank has called it; a timeout over Gloo names the missing ranks."""
-        limit_s = self._limit_s("barrier", timeout_s)
-        if self._backend == "gloo":
-            limit = timedelta(seconds=limit_s)
-            try:
-                dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"barrier() failed on rank {self.rank} of {self.size} (limit {limit_s:g} s): "
-                    f"{error}"
-                ) from error
-            return
+        """Return when every rank has called it."""
+        self._limit_s("barrier", timeout_s)
         self._launch("barrier", dist.barrier(self.group, async_op=True), timeout_s).wait()
 
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's picklable ``obj``, in rank order. For small control data."""
         self._limit_s("all_gather_object", timeout_s)
         packed = bytearray(pickle.dumps(obj))
+        with noted("", "all_gather_object"):
+            return self._gather_pickled(packed, timeout_s)
+
+    def _gather_pickled(self, packed: bytearray, timeout_s: float | None) -> list[Any]:
         mine = torch.frombuffer(packed, dtype=torch.uint8).to(self.device)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
         self._all_gather(lengths, lengths.new_tensor([mine.numel()]), timeout_s).wait()
@@ -112,13 +123,38 @@ class GroupComm(Comm):
 
     def split(self, color: int) -> Comm:
         """Return the comm of the ranks that passed the same ``color``, in the same order."""
+        self._check_open("split")
         colors = self.all_gather_object(color)
+        part_number = self._roll.next_part()
         members = [rank for rank, other in enumerate(colors) if other == color]
         if len(members) == 1:
             return SoloComm(self.device)
         ranks = [dist.get_global_rank(self.group, rank) for rank in members]
-        group = dist.new_group(ranks, backend=self._backend, use_local_synchronization=True)
-        return GroupComm(group, device=self.device, timeout_s=self.timeout_s)
+        group = self._new_group(ranks, part_number)
+        part = GroupComm(group, device=self.device, timeout_s=self.timeout_s)
+        part._owned = True
+        return part
+
+    def _new_group(self, ranks: list[int], part: int) -> dist.ProcessGroup:
+        """Make a process group of some of the ranks, under a name that none had before.
+
+        ``new_group()`` among a few ranks takes its name from how many groups the process has:
+        ranks of which one has more of them would wait for each other, and once a group is gone its
+        name, and what it left in the store, comes again.
+        """
+        c10d = dist.distributed_c10d
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.Backend(self._backend),
+            c10d._get_default_store(),
+            f"{self.group.group_name}/part{part}/{ranks[0]}",  # type: ignore[arg-type]
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+        c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         work = _all_gather(_bytes_of(out), _bytes_of(inp), group=self.group, async_op=True)
@@ -171,25 +207,54 @@ class GroupComm(Comm):
     def _launch(
         self, op: str, work: Any, timeout_s: float | None, tensor: torch.Tensor | None = None
     ) -> Work:
-        numel = tensor.numel() if tensor is not None else 0
-        dtype = tensor.dtype if tensor is not None else None
-        limit = timeout_s if timeout_s is not None else self.timeout_s
+        what = describe(op, tensor)
+        call = self._roll.begin()
+        limit_s = timeout_s if timeout_s is not None else self.timeout_s
         # A timeout given to NCCL's wait blocks the host; without one only the stream waits.
         host_wait = timeout_s is not None or self.device.type == "cpu"
 
         def finish() -> None:
+            began = time.monotonic()
+            inquiry = None
             try:
+                if self._backend == "gloo":
+                    inquiry = self._first_wait(work, call, limit_s)
+                    if inquiry is None:
+                        return
+                left_s = max(limit_s - (time.monotonic() - began), 0.001)
                 if host_wait:
-                    work.wait(timedelta(seconds=limit))
+                    work.wait(timedelta(seconds=left_s))
                 else:
                     work.wait()
             except RuntimeError as error:
+                waited_s = time.monotonic() - began
+                if inquiry is None:
+                    inquiry = self._inquire(call)
                 raise RuntimeError(
-                    f"{op} of {numel} {dtype} failed on rank {self.rank} of {self.size} (limit "
-                    f"{limit:g} s): {error}"
+                    f"{what} failed on rank {self.rank} of {self.size} after {waited_s:.1f} s "
+                    f"(limit {limit_s:g} s); {inquiry.result()}: {error}"
                 ) from error
+            finally:
+                if inquiry is not None:
+                    inquiry.dismiss()
 
         return Work(finish)
+
+    def _first_wait(self, work: Any, call: int, limit_s: float) -> Inquiry | None:
+        """Wait a little; None if that is enough, else tell the others where this rank is.
+
+        Over Gloo a wait may be given up and taken up again, and an error comes again.
+        """
+        try:
+            work.wait(timedelta(seconds=min(SLOW_S, limit_s / 2)))
+        except RuntimeError:
+            return self._inquire(call)
+        return None
+
+    def _inquire(self, call: int) -> Inquiry:
+        inquiry = Inquiry(self._roll, call)
+        inquiry.start()
+        return inquiry
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

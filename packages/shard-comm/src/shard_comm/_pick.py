@@ -92,7 +92,7 @@ def comm_for(
         return SoloComm(place)
     key = (group, place, shared_memory)
     comm = _comms.get(key)
-    if comm is None:
+    if comm is None or comm.closed:
         if place.type not in backends and "cpu" in backends:
             logger.warning("no backend of the group serves %s: staging through the host", place)
             comm = HostStaged(GroupComm(group, device="cpu"), place)

@@ -29,6 +29,11 @@ class OpRecord:
     payload_bytes: int = 0
     wait_s: float = 0.0
 
+    def add(self, nbytes: int) -> None:
+        """Count a call that moves so many bytes. Local."""
+        self.calls += 1
+        self.payload_bytes += nbytes
+
 
 class Recorded(Comm):
     """Pass every collective on to ``inner`` and count it.
@@ -50,18 +55,25 @@ class Recorded(Comm):
         """Forget all counts. Local."""
         self.records.clear()
 
+    def close(self) -> None:
+        """Close the inner comm too; the counts stay. Local."""
+        super().close()
+        self.inner.close()
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the inner comm's memory. Local."""
         return self.inner.empty(numel, dtype)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it."""
+        self._limit_s("barrier", timeout_s)
         began = time.perf_counter()
         self.inner.barrier(timeout_s=timeout_s)
         self._count("barrier", 0, Work(), began).wait()
 
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's object; its bytes are not counted."""
+        self._limit_s("all_gather_object", timeout_s)
         began = time.perf_counter()
         everyone = self.inner.all_gather_object(obj, timeout_s=timeout_s)
         self._count("all_gather_object", 0, Work(), began).wait()
@@ -69,6 +81,7 @@ class Recorded(Comm):
 
     def split(self, color: int) -> Comm:
         """Return the inner comm's part, counted on its own."""
+        self._check_open("split")
         return Recorded(self.inner.split(color))
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
@@ -98,14 +111,27 @@ class Recorded(Comm):
         work = self.inner._all_to_all(out, inp, timeout_s)
         return self._count("all_to_all", inp.nbytes, work, began)
 
+    def _sum_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, divisor: int, timeout_s: float | None
+    ) -> Work:
+        began = time.perf_counter()
+        work = self.inner._sum_scatter(out, inp, divisor, timeout_s)
+        return self._count("reduce_scatter", inp.nbytes, work, began)
+
+    def _sum_all(
+        self, out: torch.Tensor, flat: torch.Tensor, divisor: int, timeout_s: float | None
+    ) -> Work:
+        began = time.perf_counter()
+        work = self.inner._sum_all(out, flat, divisor, timeout_s)
+        return self._count("all_reduce", flat.nbytes, work, began)
+
     def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray | None:
         array = self.inner._shared(numel, dtype, name)
         return None if array is None else _CountedArray(array, self)
 
     def _count(self, op: str, nbytes: int, work: Work, began: float) -> Work:
         record = self.records[op]
-        record.calls += 1
-        record.payload_bytes += nbytes
+        record.add(nbytes)
 
         def finish() -> None:
             work.wait()

@@ -11,6 +11,7 @@ import torch
 
 from shard_comm import _shared_moves as moves
 from shard_comm._board import Board, Call
+from shard_comm._calls import noted_suffix
 from shard_comm._comm import Comm, Work
 from shard_comm._engine import Engine
 from shard_comm._shared_array import MarkedArray, SharedArray
@@ -26,8 +27,6 @@ from shard_comm._solo import SoloComm
 from shard_comm._turn import Body, Turn
 
 logger = logging.getLogger("shard_comm")
-
-_OBJECT = Call("all_gather_object")
 
 
 class SharedMemoryComm(Comm):
@@ -49,7 +48,7 @@ class SharedMemoryComm(Comm):
     Make it with ``SharedMemoryComm.join(inner)``.
 
     **Memory**: one file without a name for the group. It holds what ``empty`` gave out, about
-    17 KiB for each rank to talk through, and up to 8 MiB of staging for each collective under
+    49 KiB for each rank to talk through, and up to 8 MiB of staging for each collective under
     way whose input is elsewhere (16 MiB for an ``all_reduce``). Freed memory is used again;
     see ``trim``. A forked child inherits none of it: tensors in it must not be touched there,
     and every call of the comm raises.
@@ -126,9 +125,14 @@ class SharedMemoryComm(Comm):
         """Give all memory back that nobody uses. Local."""
         self._engine.trim()
 
+    def close(self) -> None:
+        """Give back what nobody uses; ranks that still wait for this one find it gone. Local."""
+        super().close()
+        self._engine.close(f"this comm is closed {self._where}; make a new one")
+
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it; errors name the missing ranks."""
-        if timeout_s is None:
+        if timeout_s is None and not self.closed:
             self._engine.barrier(self.timeout_s)
         else:
             self._engine.barrier(self._limit_s("barrier", timeout_s))
@@ -138,11 +142,13 @@ class SharedMemoryComm(Comm):
         self._limit_s("all_gather_object", timeout_s)
         packed = pickle.dumps(obj)
         everyone: list[bytes] = []
-        self._launch(_OBJECT, lambda turn: moves.collect(turn, packed, everyone), timeout_s).wait()
+        call = Call("all_gather_object", label=noted_suffix())
+        self._launch(call, lambda turn: moves.collect(turn, packed, everyone), timeout_s).wait()
         return [pickle.loads(theirs) for theirs in everyone]
 
     def split(self, color: int) -> Comm:
         """Return the comm of the ranks that passed the same ``color``, in the same order."""
+        self._check_open("split")
         colors = self.all_gather_object(color)
         members = [rank for rank, other in enumerate(colors) if other == color]
 
@@ -161,26 +167,46 @@ class SharedMemoryComm(Comm):
         return SoloComm(self.device) if part.size == 1 else part
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        call = Call("all_gather", inp.numel(), inp.dtype)
+        call = _call("all_gather", inp)
         return self._launch(call, lambda turn: moves.gather(turn, out, inp), timeout_s)
 
     def _reduce_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
     ) -> Work:
-        call = Call("reduce_scatter", inp.numel(), inp.dtype, op)
+        call = _call("reduce_scatter", inp, op=op)
         return self._launch(call, lambda turn: moves.scatter(turn, out, inp, op), timeout_s)
 
     def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
-        call = Call("all_reduce", flat.numel(), flat.dtype, op)
+        call = _call("all_reduce", flat, op=op)
         return self._launch(call, lambda turn: moves.reduce_all(turn, flat, op), timeout_s)
 
     def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work:
-        call = Call("broadcast", flat.numel(), flat.dtype, src=src)
+        call = _call("broadcast", flat, src=src)
         return self._launch(call, lambda turn: moves.broadcast(turn, flat, src), timeout_s)
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        call = Call("all_to_all", inp.numel(), inp.dtype)
+        call = _call("all_to_all", inp)
         return self._launch(call, lambda turn: moves.exchange(turn, out, inp), timeout_s)
+
+    def _sum_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, divisor: int, timeout_s: float | None
+    ) -> Work:
+        call = _call("reduce_scatter", inp, op="sum")
+        return self._launch(
+            call, lambda turn: moves.scatter_wide(turn, out, inp, divisor), timeout_s
+        )
+
+    def _sum_all(
+        self, out: torch.Tensor, flat: torch.Tensor, divisor: int, timeout_s: float | None
+    ) -> Work:
+        if out.dtype == flat.dtype:  # then both are the same memory
+            if divisor != 1:
+                flat.div_(divisor)
+            return self._all_reduce(flat, "sum", timeout_s)
+        call = _call("all_reduce", flat, op="sum")
+        return self._launch(
+            call, lambda turn: moves.sum_all_wide(turn, out, flat, divisor), timeout_s
+        )
 
     def _shared(self, numel: int, dtype: torch.dtype, name: str) -> SharedArray | None:
         what = (numel, str(dtype))
@@ -236,3 +262,7 @@ class SharedMemoryComm(Comm):
     def _launch(self, call: Call, body: Callable[[Turn], Body], timeout_s: float | None) -> Work:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         return self._engine.launch(call, body, limit_s)
+
+
+def _call(kind: str, tensor: torch.Tensor, *, op: str = "", src: int = -1) -> Call:
+    return Call(kind, tensor.numel(), tensor.dtype, op, src, noted_suffix())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from shard_comm._board import ARRIVED, DONE
-from shard_comm._tree import reduce_terms
+from shard_comm._tree import reduce_terms, tree_sum_wide
 from shard_comm._turn import Body, Turn
 
 CHUNK_BYTES = 4 << 20
@@ -43,6 +43,27 @@ def scatter(turn: Turn, out: torch.Tensor, inp: torch.Tensor, op: str) -> Body:
         _reduce(terms, op, flat[low:high])
 
     return _by_columns(turn, inp.view(turn.size, out.numel()), read, showing=True)
+
+
+def scatter_wide(turn: Turn, out: torch.Tensor, inp: torch.Tensor, divisor: int) -> Body:
+    """Add this rank's row of every rank's input in ``out``'s wider dtype, each divided first."""
+    flat = out.view(-1)
+
+    def read(low: int, high: int, theirs: Callable[[int], torch.Tensor]) -> None:
+        terms = [theirs(rank)[turn.rank] for rank in range(turn.size)]
+        tree_sum_wide(terms, flat[low:high], divisor=divisor)
+
+    return _by_columns(turn, inp.view(turn.size, out.numel()), read, showing=True)
+
+
+def sum_all_wide(turn: Turn, out: torch.Tensor, flat: torch.Tensor, divisor: int) -> Body:
+    """Add every rank's input in ``out``'s wider dtype, each divided first; everyone adds all."""
+
+    def read(low: int, high: int, theirs: Callable[[int], torch.Tensor]) -> None:
+        terms = [theirs(rank)[0] for rank in range(turn.size)]
+        tree_sum_wide(terms, out[low:high], divisor=divisor)
+
+    return _by_columns(turn, flat.view(1, -1), read, showing=True)
 
 
 def exchange(turn: Turn, out: torch.Tensor, inp: torch.Tensor) -> Body:

@@ -21,13 +21,16 @@ class SoloComm(Comm):
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return at once."""
+        self._limit_s("barrier", timeout_s)
 
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return ``[obj]``."""
+        self._limit_s("all_gather_object", timeout_s)
         return [obj]
 
     def split(self, color: int) -> Comm:
         """Return this comm."""
+        self._check_open("split")
         return self
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
@@ -48,3 +51,15 @@ class SoloComm(Comm):
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         return self._all_gather(out, inp, timeout_s)
+
+    def _sum_scatter(
+        self, out: torch.Tensor, inp: torch.Tensor, divisor: int, timeout_s: float | None
+    ) -> Work:
+        out.view(-1).copy_(inp.view(-1))
+        return Work()
+
+    def _sum_all(
+        self, out: torch.Tensor, flat: torch.Tensor, divisor: int, timeout_s: float | None
+    ) -> Work:
+        out.copy_(flat)
+        return Work()

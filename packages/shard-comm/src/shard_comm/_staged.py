@@ -13,32 +13,45 @@ class HostStaged(Comm):
     """Copy tensors to the host, let ``inner`` move them, copy results back.
 
     For backends without accelerator support, such as Gloo with several ranks on one device: slow,
-    and right.
+    and right. ``shared`` gives None.
 
     Args:
         inner: a comm for CPU tensors.
         device: where the tensors of the caller live.
+
+    Raises:
+        ValueError: ``inner`` is not for CPU tensors.
 
     **Memory**: a host copy of both sides of each collective while it runs.
     """
 
     def __init__(self, inner: Comm, device: torch.device | str) -> None:
         device = torch.device(device)
+        if inner.device.type != "cpu":
+            raise ValueError(f"expected an inner comm for CPU tensors, got {inner}")
         super().__init__(inner.rank, inner.size, device=device, timeout_s=inner.timeout_s)
         self.inner = inner
 
+    def close(self) -> None:
+        """Close the inner comm too. Local."""
+        super().close()
+        self.inner.close()
+
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it and its device has done its work."""
+        self._limit_s("barrier", timeout_s)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.inner.barrier(timeout_s=timeout_s)
 
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's object."""
+        self._limit_s("all_gather_object", timeout_s)
         return self.inner.all_gather_object(obj, timeout_s=timeout_s)
 
     def split(self, color: int) -> Comm:
         """Return the comm of the ranks that passed the same ``color``, staged likewise."""
+        self._check_open("split")
         return HostStaged(self.inner.split(color), self.device)
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shard_comm._calls import describe, noted_suffix
 from shard_comm._comm import Comm, Work
 from shard_comm._shared_array import MarkedArray, SharedArray
 from shard_comm._tree import reduce_terms
@@ -153,18 +154,19 @@ class ThreadComm(Comm):
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it."""
         limit_s = self._limit_s("barrier", timeout_s)
-        self._enter("barrier()", None, limit_s)
+        self._enter(describe("barrier"), None, limit_s)
         self._leave(limit_s)
 
     def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Return every rank's object; copies, as between processes."""
         limit_s = self._limit_s("all_gather_object", timeout_s)
-        packed = self._enter("all_gather_object()", pickle.dumps(obj), limit_s)
+        packed = self._enter(describe("all_gather_object"), pickle.dumps(obj), limit_s)
         self._leave(limit_s)
         return [pickle.loads(p) for p in packed]
 
     def split(self, color: int) -> Comm:
         """Return the comm of the ranks that passed the same ``color``, in the same order."""
+        self._check_open("split")
         colors = self.all_gather_object(color)
         members = [rank for rank, other in enumerate(colors) if other == color]
         mine = self._meeting.part(len(members)) if self.rank == members[0] else None
@@ -178,7 +180,7 @@ class ThreadComm(Comm):
         )
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        everyone = self._enter(_key("all_gather", inp), inp, timeout_s)
+        everyone = self._enter(describe("all_gather", inp), inp, timeout_s)
         for part, theirs in zip(self._slices(out), everyone, strict=True):
             if part.data_ptr() != theirs.data_ptr():
                 part.copy_(theirs.view(-1))
@@ -188,28 +190,28 @@ class ThreadComm(Comm):
     def _reduce_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
     ) -> Work:
-        everyone = self._enter(_key(f"reduce_scatter {op}", inp), inp, timeout_s)
+        everyone = self._enter(describe(f"reduce_scatter {op}", inp), inp, timeout_s)
         reduce_terms([self._slices(theirs)[self.rank] for theirs in everyone], op, out.view(-1))
         self._leave(timeout_s)
         return Work()
 
     def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
         result = torch.empty_like(flat)
-        everyone = self._enter(_key(f"all_reduce {op}", flat), flat, timeout_s)
+        everyone = self._enter(describe(f"all_reduce {op}", flat), flat, timeout_s)
         reduce_terms(everyone, op, result)
         self._leave(timeout_s)
         flat.copy_(result)
         return Work()
 
     def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work:
-        everyone = self._enter(_key(f"broadcast from {src}", flat), flat, timeout_s)
+        everyone = self._enter(describe(f"broadcast from {src}", flat), flat, timeout_s)
         if self.rank != src:
             flat.copy_(everyone[src])
         self._leave(timeout_s)
         return Work()
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        everyone = self._enter(_key("all_to_all", inp), inp, timeout_s)
+        everyone = self._enter(describe("all_to_all", inp), inp, timeout_s)
         for part, theirs in zip(self._slices(out), everyone, strict=True):
             part.copy_(self._slices(theirs)[self.rank])
         self._leave(timeout_s)
@@ -221,7 +223,7 @@ class ThreadComm(Comm):
         made = None
         if self.rank == 0:
             made = (torch.empty(numel, dtype=dtype), [0] * self.size, [0] * self.size)
-        key = f"shared of {numel} {str(dtype).removeprefix('torch.')}"
+        key = f"shared of {numel} {str(dtype).removeprefix('torch.')}{noted_suffix()}"
         memory, published, released = self._enter(key, made, None)[0]
         self._leave(None)
         # A tensor of its own for each rank: what one writes is no change of another's views.
@@ -251,7 +253,3 @@ class ThreadComm(Comm):
     def _slices(self, tensor: torch.Tensor) -> torch.Tensor:
         """One row per rank; also of a tensor without elements."""
         return tensor.view(self.size, tensor.numel() // self.size)
-
-
-def _key(op: str, tensor: torch.Tensor) -> str:
-    return f"{op} of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}"

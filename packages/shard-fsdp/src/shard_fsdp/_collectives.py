@@ -48,15 +48,17 @@ class ReduceScatter(Allocator, Protocol):
         """Reduce ``input_tensor`` ``[size * n]`` and keep this rank's slice ``[n]``."""
 
 
-def all_gather(comm: Comm, out: torch.Tensor, inp: torch.Tensor, settings: UnitSettings) -> Work:
-    """Start filling ``out`` from every rank's ``inp``.
+def all_gather(
+    comm: Comm, out: torch.Tensor, inp: torch.Tensor, settings: UnitSettings, *, name: str
+) -> Work:
+    """Start filling ``out`` from every rank's ``inp``; errors call it ``name``.
 
     **Collective**: all ranks of ``comm``. **Memory**: with a custom gather, another ``out`` until
     the work is waited for, which it allocates.
     """
     custom = settings.all_gather
     if custom is None or comm.size == 1:
-        return comm.all_gather(out, inp, async_op=True)
+        return comm.all_gather(out, inp, async_op=True, name=name)
     with torch.no_grad():
         staged = custom.allocate((out.numel(),), dtype=out.dtype, device=out.device)
         mine = staged[comm.rank * inp.numel() : (comm.rank + 1) * inp.numel()]
@@ -72,9 +74,11 @@ def all_gather(comm: Comm, out: torch.Tensor, inp: torch.Tensor, settings: UnitS
 
 
 def reduce_scatter(
-    comm: Comm, out: torch.Tensor, inp: torch.Tensor, settings: UnitSettings
+    comm: Comm, out: torch.Tensor, inp: torch.Tensor, settings: UnitSettings, *, name: str
 ) -> Work:
-    """Start summing ``inp`` over ranks into this rank's slice ``out``.
+    """Start summing ``inp`` over ranks into this rank's slice ``out``; errors call it ``name``.
+
+    Numbers are added in ``out``'s dtype, which may be wider than ``inp``'s.
 
     **Collective**: all ranks of ``comm``. **Memory**: with a custom reduction, another ``inp`` and
     ``out`` until the work is waited for, which it allocates.
@@ -82,7 +86,8 @@ def reduce_scatter(
     comm = settings.reduce_comm or comm
     custom = settings.reduce_scatter
     if custom is None or comm.size == 1:
-        return comm.reduce_scatter(out, inp, async_op=True)
+        wide = None if out.dtype == inp.dtype else out.dtype
+        return comm.reduce_scatter(out, inp, sum_dtype=wide, async_op=True, name=name)
     with torch.no_grad():
         staged = custom.allocate((inp.numel(),), dtype=inp.dtype, device=inp.device)
         result = custom.allocate((out.numel(),), dtype=out.dtype, device=out.device)

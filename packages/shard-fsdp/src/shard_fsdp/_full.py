@@ -24,12 +24,15 @@ class Full(ABC):
     is_lent = True
 
     @abstractmethod
-    def fill(self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None) -> Work:
+    def fill(
+        self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None, *, name: str
+    ) -> Work:
         """Start filling the array from all ranks' shards. Collective.
 
         Args:
             shard: ``[layout.shard_numel]`` of any floating-point dtype.
             part: fewer ranks whose parts, such as this one, make up the whole as well.
+            name: what errors call the gather.
         """
 
     @abstractmethod
@@ -49,7 +52,9 @@ class OwnShard(Full):
     def __init__(self, shard: torch.Tensor) -> None:
         self.data = shard
 
-    def fill(self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None) -> Work:
+    def fill(
+        self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None, *, name: str
+    ) -> Work:
         """Return: it is full. Local."""
         return Work()
 
@@ -75,15 +80,17 @@ class CopiedFull(Full):
         self._buffer = FullBuffer(layout, self.data)
 
     @torch.no_grad()
-    def fill(self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None) -> Work:
+    def fill(
+        self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None, *, name: str
+    ) -> Work:
         """Start filling the array from all ranks' shards. Collective."""
         self._buffer.allocate()
         if part is not None:
             comm, kept = part
-            return all_gather(comm, self.data, kept, self._settings)
+            return all_gather(comm, self.data, kept, self._settings, name=name)
         if shard.dtype != self.data.dtype or shard.device != self.data.device:
             shard = self._buffer.slice_of(self._comm.rank).copy_(shard, non_blocking=True)
-        return all_gather(self._comm, self.data, shard, self._settings)
+        return all_gather(self._comm, self.data, shard, self._settings, name=name)
 
     def free(self) -> None:
         """Free the memory. Local."""
@@ -115,7 +122,9 @@ class MappedFull(Full):
         self.own = array.own
 
     @torch.no_grad()
-    def fill(self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None) -> Work:
+    def fill(
+        self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None, *, name: str
+    ) -> Work:
         """Write this rank's slice if need be; the work waits for the others. Collective."""
         address = shard.data_ptr()
         state = (address, shard._version)

@@ -129,7 +129,7 @@ class ParamGroup:
             )
         else:
             self.reducer = GradReducer(
-                self.layout, self.sharded_params, context=context, dtype=dtype
+                self.layout, self.sharded_params, context=context, dtype=dtype, wire=compute
             )
 
     @torch.inference_mode(False)
@@ -167,7 +167,7 @@ class ParamGroup:
     def _shared_array(self, dtype: torch.dtype) -> SharedArray | None:
         if self.layout.numel == 0 or self.context.settings.all_gather is not None:
             return None
-        return self.comm.shared(self.layout.numel, dtype, name=self.sharded_params[0].spec.name)
+        return self.comm.shared(self.layout.numel, dtype, name=self.name)
 
     @torch.no_grad()
     def _copy_in(self, values: Sequence[torch.Tensor | None]) -> None:
@@ -199,6 +199,11 @@ class ParamGroup:
                 path = names[module]
                 name = f"{path}.{attribute}" if path else attribute
                 sharded.spec = replace(sharded.spec, name=name)
+
+    @property
+    def name(self) -> str:
+        """The first parameter's name, by which errors call the group's collectives."""
+        return self.sharded_params[0].spec.name
 
     @property
     def was_trainable(self) -> bool:
@@ -286,14 +291,14 @@ class ParamGroup:
         """
         if self.shard.device.type == "meta":
             raise RuntimeError(
-                f"{self.sharded_params[0].spec.name}: the parameter is on the meta device and has "
+                f"{self.name}: the parameter is on the meta device and has "
                 f"no values (rank {self.comm.rank} of {self.comm.size}); call materialize(), or "
                 f"to_empty() and give it values"
             )
         part, self._part = self._part, None
         full = self.full if self.full is not None else self._make_full()
         self._version = self.shard._version
-        return full.fill(self.shard, part if use_part else None)
+        return full.fill(self.shard, part if use_part else None, name=self.name)
 
     def release(self) -> None:
         """Free the full array. Local."""

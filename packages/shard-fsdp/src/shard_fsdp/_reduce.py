@@ -31,19 +31,22 @@ class _Flight:
 class GradReducer:
     """Packs a group's gradients as they appear, reduces them once, hands out the pieces.
 
-    Each gradient is cast and copied into its slot of a buffer and freed; later ones for the same
-    slot are added, so unsynchronised microbatches accumulate in the reduction dtype.
+    Each gradient is copied into its slot of a buffer and freed; later ones for the same slot are
+    added. Between host memories gradients travel in the dtype that they appear in and are added
+    in the reduction dtype: the same sum for fewer bytes. Elsewhere, and while microbatches add up
+    unsynchronised, the buffer has the reduction dtype.
 
     Args:
         layout: the group's layout.
         params: the group's sharded parameters.
         context: what the unit's groups share: comms, device, switches.
-        dtype: dtype of the buffer and of the sum.
+        dtype: dtype of the sum.
+        wire: dtype that gradients appear in.
 
     Attributes:
         arrived: which parameters have a gradient that was not handed out yet.
 
-    **Memory**: ``layout.numel`` elements of ``dtype`` from a group's first gradient until its
+    **Memory**: ``layout.numel`` elements from a group's first gradient until its
     reduction has ended, and ``layout.shard_numel`` for the gradients that come out.
     """
 
@@ -54,12 +57,15 @@ class GradReducer:
         *,
         context: GroupContext,
         dtype: torch.dtype,
+        wire: torch.dtype,
     ) -> None:
         self._context = context
         self._comm = context.comm
         self._layout = layout
         self._handout = Handout(params, context)
         self._dtype = dtype
+        self._wire = wire if torch.promote_types(wire, dtype) == dtype else dtype
+        self._accumulates = False  # the buffer holds, or may hold, unsynchronised microbatches
         self._pieces = layout.pieces(context.comm.rank)
         self._gaps = layout.gaps()
         self._buffer: torch.Tensor | None = None
@@ -105,6 +111,18 @@ class GradReducer:
         self.arrived[index] = True
 
     @torch.no_grad()
+    def accumulate(self) -> None:
+        """Note that a backward ended without a reduction, so that the next one's adds to it.
+
+        **Collective**: local; all ranks alike.
+        """
+        self._accumulates = True
+        if self._buffer is not None and self._buffer.dtype != self._dtype:
+            narrow = self._buffer
+            self._drop_buffer()
+            self._make_buffer().copy_(narrow)
+
+    @torch.no_grad()
     def launch(self) -> None:
         """Start reducing what has arrived; slots without a gradient count as zero.
 
@@ -114,13 +132,15 @@ class GradReducer:
         wanted = self._handout.wanted(arrived)
         self.finish()
         buffer = self._make_buffer()
+        self._accumulates = False
         for index, slot in enumerate(self._slots):
             if not arrived[index]:
                 slot.zero_()
         for start, stop in self._gaps:
             buffer[start:stop].zero_()
         out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
-        work = reduce_scatter(self._comm, out, buffer, self._context.settings)
+        name = self._handout.params[0].spec.name
+        work = reduce_scatter(self._comm, out, buffer, self._context.settings, name=name)
         self._flight = _Flight(work, out, wanted)
 
     @torch.no_grad()
@@ -144,7 +164,7 @@ class GradReducer:
             if not settings.all_reduce_gradients:
                 self._partial, self._pending = reduced, wanted
                 return
-            self._context.replicas.all_reduce(reduced)
+            self._context.replicas.all_reduce(reduced, name=self._handout.params[0].spec.name)
         self._pending = [False] * len(self._pending)
         factor = self._handout.divisor * self._scale
         if factor != 1:
@@ -165,6 +185,7 @@ class GradReducer:
         self.arrived = [False] * len(self.arrived)
         self._pending = [False] * len(self._pending)
         self._partial = None
+        self._accumulates = False
         self._drop_buffer()
 
     @property
@@ -181,7 +202,15 @@ class GradReducer:
 
     def _make_buffer(self) -> torch.Tensor:
         if self._buffer is None:
-            self._buffer = self._comm.empty(self._layout.numel, self._dtype)
+            settings = self._context.settings
+            narrow = (
+                settings.sync_gradients
+                and not self._accumulates
+                and settings.reduce_scatter is None
+                and self._comm.device.type == "cpu"
+            )
+            dtype = self._wire if narrow else self._dtype
+            self._buffer = self._comm.empty(self._layout.numel, dtype)
             self._slots = self._layout.views(self._buffer)
         return self._buffer
 

@@ -247,6 +247,10 @@ class Schedule:
         for unit in reversed(self.units):
             unit.reduce_touched()
         complaints = []
+        for unit in self.units:
+            if not unit.settings.sync_gradients:
+                for group in unit.trainable_groups():
+                    group.reducer.accumulate()
         syncing = _by_ranks(u for u in reversed(self.units) if u.settings.sync_gradients)
         for config, units in syncing:
             arrivals = self._arrivals(units)

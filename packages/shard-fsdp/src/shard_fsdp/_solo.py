@@ -67,6 +67,9 @@ class SoloGrads:
 
         return note
 
+    def accumulate(self) -> None:
+        """Note that a backward ended without being handed out: its gradients stay. Local."""
+
     def launch(self) -> None:
         """Hand out what has arrived. Local."""
         arrived = self.arrived

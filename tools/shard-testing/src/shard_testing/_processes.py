@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -24,7 +24,11 @@ _EXIT_S = 5.0  # a process whose pipe is closed is about to exit
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    lost: Collection[int] = (),
 ) -> list[Any]:
     """Call ``fn(comm, *args)`` in ``world_size`` new processes joined by Gloo.
 
@@ -36,6 +40,8 @@ def run_ranks(
         world_size: number of ranks.
         args: further arguments; they must pickle.
         timeout_s: seconds for everything; then all ranks are killed.
+        lost: ranks that die, stop or hang as part of the test. Nobody waits for them: they count
+            as having returned None, and are killed in the end. The others must exit by themselves.
 
     Returns:
         What each rank returned, in rank order; it must pickle.
@@ -56,13 +62,17 @@ def run_ranks(
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
                 _stack_file(Path(folder), rank).touch()
-                job = (_locate(fn), rank, world_size, folder, args, timeout_s)
+                job = (_locate(fn), rank, world_size, folder, args, timeout_s, bool(lost))
                 process = context.Process(target=_run_rank, args=(theirs, job), daemon=True)
                 process.start()
                 theirs.close()
-                pipes[ours] = rank
+                if rank not in lost:
+                    pipes[ours] = rank
                 processes.append(process)
-            return _collect(pipes, processes, timeout_s=timeout_s, folder=Path(folder))
+            results = _collect(pipes, processes, timeout_s=timeout_s, folder=Path(folder))
+            if lost:
+                _expect_exits({rank: processes[rank] for rank in pipes.values()})
+            return results
         finally:
             for process in processes:
                 process.kill()
@@ -107,6 +117,16 @@ def _collect(
     return results
 
 
+def _expect_exits(processes: dict[int, BaseProcess]) -> None:
+    for rank, process in processes.items():
+        process.join(_EXIT_S)
+        if process.exitcode != 0:
+            raise RuntimeError(
+                f"rank {rank} returned, but its process did not end well within {_EXIT_S:g} s "
+                f"(exit code {process.exitcode})"
+            )
+
+
 def _stack_file(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}"
 
@@ -149,7 +169,7 @@ def _run_rank(pipe: Connection, job: tuple[Any, ...]) -> None:
 
     from shard_comm import comm_for
 
-    where, rank, world_size, folder, args, timeout_s = job
+    where, rank, world_size, folder, args, timeout_s, ranks_are_lost = job
     stack = _stack_file(Path(folder), rank).open("w", encoding="utf-8")
     faulthandler.dump_traceback_later(max(timeout_s - 2, timeout_s / 2), file=stack)
     torch.set_num_threads(1)
@@ -162,7 +182,8 @@ def _run_rank(pipe: Connection, job: tuple[Any, ...]) -> None:
             timeout=timedelta(seconds=timeout_s),
         )
         value = _load(where)(comm_for(), *args)
-        dist.barrier()
+        if not ranks_are_lost:
+            dist.barrier()
         dist.destroy_process_group()
         packed = pickle.dumps((True, 0.0, value))
     except BaseException:  # noqa: BLE001 - the parent raises it again

@@ -1,0 +1,136 @@
+"""Who has come to a collective of a process group: asked only where a wait is slow or fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shard_comm._calls import listed
+
+SLOW_S = 1.0
+"""How long a rank waits before it tells the store where it is."""
+GRACE_S = SLOW_S + 0.5
+"""How long a rank whose wait failed listens for the others; they speak within ``SLOW_S``."""
+_ANSWER_S = 1.0
+_AGAIN_S = 0.1
+
+_rolls: WeakKeyDictionary[dist.ProcessGroup, Roll] = WeakKeyDictionary()
+
+
+class Roll:
+    """This rank's count of the collectives it began in a group, and what others say of theirs.
+
+    While all goes well nothing is sent: each rank counts for itself. A rank that has waited for
+    ``SLOW_S`` writes the number of its call to the group's store, under one key for all its calls.
+    A rank whose wait fails reads those keys for ``GRACE_S``: whoever wrote this call's number, or
+    a higher one, has come.
+
+    Args:
+        store: of the process group.
+        rank: this rank.
+        size: number of ranks.
+
+    **Collective**: local. **Memory**: one short key per rank in the store.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store = PrefixStore("shard_comm", store)
+        self.rank = rank
+        self.size = size
+        self._begun = 0
+        self._parts = 0
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> Roll:
+        """Return the one roll of a group, however many comms it has. Local."""
+        roll = _rolls.get(group)
+        if roll is None:
+            store = dist.distributed_c10d._get_process_group_store(group)
+            roll = Roll(store, dist.get_rank(group), dist.get_world_size(group))
+            _rolls[group] = roll
+        return roll
+
+    def begin(self) -> int:
+        """Return the number of a collective that this rank begins. Local."""
+        self._begun += 1
+        return self._begun
+
+    def next_part(self) -> int:
+        """Return the number of a split of the group. Local; all ranks split in one order."""
+        self._parts += 1
+        return self._parts
+
+    def write(self, call: int) -> None:
+        """Tell the store which call this rank waits in. Local."""
+        self.store.set(str(self.rank), str(call))
+
+    def missing(self, call: int) -> list[int]:
+        """Return the ranks that did not write this call or a later one. Local."""
+        wrote = self._wrote(range(self.size))
+        calls = self.store.multi_get([str(rank) for rank in wrote]) if wrote else []
+        came = {rank for rank, latest in zip(wrote, calls, strict=True) if int(latest) >= call}
+        return [rank for rank in range(self.size) if rank not in came]
+
+    def _wrote(self, ranks: Sequence[int]) -> list[int]:
+        """Which ranks have a key; a few questions if that is most of them."""
+        if self.store.check([str(rank) for rank in ranks]):
+            return list(ranks)
+        if len(ranks) == 1:
+            return []
+        half = len(ranks) // 2
+        return self._wrote(ranks[:half]) + self._wrote(ranks[half:])
+
+
+class Inquiry(threading.Thread):
+    """Says where this rank waits, and asks where the others do once the wait has failed.
+
+    A thread, since a store on a host that is gone may never answer.
+
+    Args:
+        roll: of the group.
+        call: the number of the collective that is slow.
+    """
+
+    def __init__(self, roll: Roll, call: int) -> None:
+        super().__init__(name=f"shard-comm-call-{call}", daemon=True)
+        self._roll = roll
+        self._call = call
+        self._over = threading.Event()
+        self._failed = False
+        self._missing: list[int] | None = None
+        self._trouble = "the store does not answer"
+
+    def run(self) -> None:
+        """Write, wait for the end of the collective, and ask if it was a bad one."""
+        try:
+            self._roll.write(self._call)
+            self._over.wait()
+            until = time.monotonic() + GRACE_S
+            while self._failed and self._missing != []:
+                self._missing = self._roll.missing(self._call)
+                if time.monotonic() > until:
+                    break
+                time.sleep(_AGAIN_S)
+        except RuntimeError as error:
+            self._trouble = f"the store failed: {error}"
+
+    def dismiss(self) -> None:
+        """End the thread: there is nothing to ask, or no more. Local."""
+        self._over.set()
+
+    def result(self) -> str:
+        """Return who came and who did not, within ``GRACE_S`` and a second. Local."""
+        self._failed = True
+        self._over.set()
+        self.join(GRACE_S + _ANSWER_S)
+        if self._missing is None:
+            return f"who arrived is not known, {self._trouble} (its host may be the one missing)"
+        if not self._missing:
+            return "all ranks arrived"
+        came = [rank for rank in range(self._roll.size) if rank not in set(self._missing)]
+        return f"{listed(came)} arrived, {listed(self._missing)} did not"
