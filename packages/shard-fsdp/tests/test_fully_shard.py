@@ -198,3 +198,13 @@ def test_plain_copy_of_a_model_can_be_sharded_twice() -> None:
     model: Any = TinyDecoder()
     a, b = (fully_shard(copy.deepcopy(model), mesh=SoloComm()) for _ in range(2))
     assert torch.equal(full_value(a.head.weight), full_value(b.head.weight))
+
+
+def test_an_optimizer_of_before_is_told_so() -> None:
+    model = nn.Linear(2, 2)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"weight: SGD holds the parameter as it was before"):
+        early.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shard_comm import Comm
-from shard_fsdp._bridge import watch_optimizers
+from shard_fsdp._bridge import note_replaced, watch_optimizers
 from shard_fsdp._mesh import DataParallelMeshDims, Mesh, Ranks, ranks_of
 from shard_fsdp._module import FSDPModule, wrap_class
 from shard_fsdp._params import ManagedParam, collect_params, mark_taken
@@ -202,6 +202,8 @@ class _Wrapper:
                 managed.block = _block_of(managed, self.placement(managed.original))
         unit = Unit(modules, params, self.config)
         mark_taken(params)
+        for managed in params:
+            note_replaced(managed.name, managed.original)
         _adopt_inner(modules, unit)
         for module in modules:
             wrap_class(module, unit)
