@@ -16,7 +16,7 @@ from torch import nn
 
 import shard_fsdp
 from shard_ckpt import inspect, load, save
-from shard_comm import Comm
+from shard_comm import Comm, GroupComm
 from shard_optim import AdamW
 from shard_testing import full_grad, full_value, run_ranks, run_threads
 
@@ -261,10 +261,11 @@ def test_o3_frozen_after_training(saved_at: int, tmp_path: Path) -> None:
 
 
 def _all_cases(comm: Comm, folder: str) -> None:
-    for name, case in CASES.items():
-        case(comm, f"{folder}/{name}")
-    for check in (_save_frozen, _load_frozen, _load_thawed):
-        check(comm, folder)
+    for kind, transport in (("memory", comm), ("gloo", GroupComm())):
+        for name, case in CASES.items():
+            case(transport, f"{folder}/{kind}-{name}")
+        for check in (_save_frozen, _load_frozen, _load_thawed):
+            check(transport, f"{folder}/{kind}")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shard_fsdp
-from shard_comm import Comm, Recorded
+from shard_comm import Comm, GroupComm, Recorded
 from shard_flat import ShardTensor
 from shard_fsdp import FSDPModule, register_fsdp_forward_method
 from shard_testing import (
@@ -576,10 +576,11 @@ def test_r12_with_more_ranks_than_rows(world_size: int) -> None:
 
 
 def _all_cases(comm: Comm) -> list[str]:
-    for checks in CASES.values():
-        for check in checks:
-            check(comm)
-            comm.barrier()  # the verdict of one case is not heard in the next
+    for transport in (comm, GroupComm()):  # through memory, over Gloo
+        for checks in CASES.values():
+            for check in checks:
+                check(transport)
+                transport.barrier()  # the verdict of one case is not heard in the next
     return list(CASES)
 
 

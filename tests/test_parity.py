@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 
-from shard_comm import Comm, SoloComm, tree_sum
+from shard_comm import Comm, GroupComm, SoloComm, tree_sum
 from shard_fsdp import MixedPrecisionPolicy, fully_shard
 from shard_optim import AdamW, clip_grad_norm_
 from shard_testing import DecoderBlock, TinyDecoder, full_value, run_ranks, token_batches
@@ -152,6 +152,9 @@ def _compare(comm: Comm) -> list[tuple[float, float]]:
         assert mine.losses == same.losses, setting
         assert mine.norms == same.norms, setting
         assert all(torch.equal(mine.params[n], p) for n, p in same.params.items()), setting
+        if comm.size > 1:  # the ranks share memory; the same over Gloo
+            sent = _ours(GroupComm(), setting)
+            assert all(torch.equal(sent.params[n], p) for n, p in same.params.items()), setting
         plain = _unsharded(comm.rank, comm.size, setting, ours=False)
         theirs = _torch_fsdp2(comm, setting)
         found.append((_distance(mine, plain), _distance(mine, theirs)))
