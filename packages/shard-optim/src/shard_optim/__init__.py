@@ -1,8 +1,18 @@
 """Optimizers whose state is sharded like the parameters, and gradient clipping."""
 
 from shard_optim._adam import Adam, AdamW
-from shard_optim._clip import clip_grad_norm_
+from shard_optim._clip import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shard_optim._lion import Lion
+from shard_optim._scaler import GradScaler
 from shard_optim._sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion", "clip_grad_norm_"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "GradScaler",
+    "Lion",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "get_grad_norm",
+]
