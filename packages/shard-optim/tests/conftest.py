@@ -68,9 +68,9 @@ def give_grads() -> GiveGrads:
 def train_decoder(make_params: MakeParams, give_grads: GiveGrads) -> TrainDecoder:
     """Train a small language model on repeated tokens; the losses of all steps."""
 
-    def train(comm: Comm | None, build: Build, steps: int = 20) -> list[float]:
+    def train(comm: Comm | None, build: Build, steps: int = 20, width: int = 16) -> list[float]:
         """On plain parameters where there is no comm, else on parameters cut over its ranks."""
-        model = TinyDecoder(width=16)
+        model = TinyDecoder(width=width)
         plain = list(model.parameters())
         params = plain if comm is None else make_params(comm, [p.detach() for p in plain])
         optimizer, losses = build(params), []

@@ -1,6 +1,7 @@
 """Optimizers whose state is sharded like the parameters, and gradient clipping."""
 
 from shard_optim._adam import Adam, AdamW
+from shard_optim._adamw8bit import AdamW8bit
 from shard_optim._clip import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shard_optim._lion import Lion
 from shard_optim._scaler import GradScaler
@@ -10,6 +11,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "AdamW8bit",
     "GradScaler",
     "Lion",
     "clip_grad_norm_",

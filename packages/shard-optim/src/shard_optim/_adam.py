@@ -11,8 +11,13 @@ from shard_optim._flat import FlatOptimizer, Job
 from shard_optim._groups import Group, check_at_least_0, check_decay
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
+from shard_optim._wide import kahan_adamw, stochastic_adamw
 
-_SLOTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
+_ROUNDINGS = ("nearest", "stochastic", "kahan")
+_NARROW = (torch.bfloat16, torch.float16)
+
+MOMENTS = (Slot("exp_avg"), Slot("exp_avg_sq"))
+_COMPENSATED = (*MOMENTS, Slot("compensation"))
 
 
 class Adam(FlatOptimizer):
@@ -69,7 +74,7 @@ class Adam(FlatOptimizer):
         }
 
     def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
-        return _SLOTS
+        return MOMENTS
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
         fused_adam(lane, grads, job.group, decoupled=self._DECOUPLED)
@@ -90,6 +95,12 @@ class AdamW(Adam):
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: decoupled decay, at least 0.
+        rounding: what becomes of parameters that are kept in 16 bits alone, where small steps
+            would round to nothing. ``"nearest"`` leaves it at that. ``"stochastic"`` rounds
+            parameters and moments of bfloat16 up or down at random, right on average; the bits
+            drawn depend on name, step and element, not on the number of ranks. ``"kahan"`` keeps
+            what was lost in a state tensor of its own; moments stay rounded, so a second beta
+            above 0.99 would not let the second moment fall. Wider parameters are updated as ever.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
@@ -99,8 +110,8 @@ class AdamW(Adam):
 
     **Collective**: local; nothing is ever sent.
 
-    **Memory**: two moments of each parameter's piece, made at its first gradient. Parameters
-    that never get one have no state.
+    **Memory**: two moments of each parameter's piece, made at its first gradient, and a third
+    tensor with ``rounding="kahan"``. Parameters that never get one have no state.
 
     **Source**: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
@@ -115,8 +126,43 @@ class AdamW(Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        rounding: str = "nearest",
     ) -> None:
-        super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        hyper = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "rounding": rounding,
+        }
+        FlatOptimizer.__init__(self, params, hyper)
+
+    def _check_hyper(self, group: Group, where: str) -> None:
+        super()._check_hyper(group, where)
+        if group["rounding"] not in _ROUNDINGS:
+            raise ValueError(
+                f"{where}expected rounding to be one of {_ROUNDINGS}, got {group['rounding']!r}"
+            )
+
+    def _check_member(self, param: torch.Tensor, name: str, group: Group) -> None:
+        if group["rounding"] == "stochastic" and param.dtype == torch.float16:
+            raise ValueError(
+                f"{name}: expected bfloat16 or a wider dtype with rounding='stochastic', got "
+                f"{param.dtype}; use rounding='kahan'"
+            )
+
+    def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
+        kahan = group["rounding"] == "kahan" and param.dtype in _NARROW
+        return _COMPENSATED if kahan else MOMENTS
+
+    def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
+        age = job.plan.age
+        if job.slots is _COMPENSATED:
+            kahan_adamw(lane, grads, job.group, age)
+        elif job.group["rounding"] == "stochastic" and lane.params.parts[0].dtype in _NARROW:
+            stochastic_adamw(lane, grads, job.group, age, self._names())
+        else:
+            super()._update(lane, grads, job)
 
 
 def check_adam(group: Group, where: str) -> None:

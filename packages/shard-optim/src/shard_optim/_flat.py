@@ -12,7 +12,15 @@ import torch
 from torch.optim import Optimizer
 
 from shard_optim._grads import grad_piece
-from shard_optim._groups import Group, check_memory, check_params, name_in, names_of, unpack
+from shard_optim._groups import (
+    Group,
+    check_memory,
+    check_params,
+    labels_of,
+    name_in,
+    names_of,
+    unpack,
+)
 from shard_optim._plan import Lane, StepPlan, make_plan
 from shard_optim._slots import Slot, allocate_slots
 from shard_optim._state import Rules, Saved, hyper_of, match_state, pack_groups
@@ -92,6 +100,9 @@ class FlatOptimizer(Optimizer, ABC):
             first = f" ({names[0]}, ...)" if names else ""
             self._check_hyper({**self.defaults, **param_group}, f"group {number}{first}: ")
             check_params(params, names, self.param_groups)
+            hyper = {**self.defaults, **param_group}
+            for param, name in zip(params, names, strict=True):
+                self._check_member(param, name, hyper)
         super().add_param_group(param_group)
 
     @overload
@@ -121,7 +132,7 @@ class FlatOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._advance(self._jobs())
+        self._run()
         return loss
 
     def state_dict(self, *, allocate: bool | Collection[str] = False) -> dict[str, Any]:
@@ -204,6 +215,9 @@ class FlatOptimizer(Optimizer, ABC):
     def _check_hyper(self, group: Group, where: str) -> None:
         """Raise ValueError, beginning with ``where``, if a hyper-parameter is out of range."""
 
+    def _check_member(self, param: torch.Tensor, name: str, group: Group) -> None:
+        """Raise ValueError if the optimizer has no update for a parameter of a group."""
+
     @abstractmethod
     def _slots_of(self, group: Group, param: torch.Tensor) -> _Slots:
         """Return the state tensors of a parameter; equal ones for equal hyper-parameters."""
@@ -219,6 +233,9 @@ class FlatOptimizer(Optimizer, ABC):
     def _adapt(self, source: Saved) -> Saved:
         """Make one parameter's state of torch's own optimizer into ours."""
         return source
+
+    def _run(self) -> None:
+        self._advance(self._jobs())
 
     def _advance(self, jobs: Sequence[Job]) -> None:
         """Do all jobs of a step; every gradient has been checked."""
@@ -282,6 +299,13 @@ class FlatOptimizer(Optimizer, ABC):
         own["step"] = torch.full_like(own["step"], float(source["step"]))
         for slot in slots:
             own[slot.name].copy_(source[slot.name])
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        return {
+            param: name
+            for number, group in enumerate(self.param_groups)
+            for param, name in zip(group["params"], labels_of(group, number), strict=True)
+        }
 
     def _name_of(self, param: torch.Tensor) -> str:
         return name_in(self.param_groups, param)

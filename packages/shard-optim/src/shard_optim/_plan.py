@@ -42,6 +42,7 @@ class Lane:
         flats: the same, uncut, the parameters under ``"param"``.
         grads: how to cut the flat gradients.
         steps: the step counter of each part, 0-dim.
+        counts: steps of each run before the plan.
         fresh: whether the first step of the plan is the first one of the members' state.
     """
 
@@ -52,6 +53,7 @@ class Lane:
     flats: dict[str, list[torch.Tensor]]
     grads: Tails
     steps: list[torch.Tensor]
+    counts: list[float]
     fresh: bool
 
     def flat_grads(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -177,8 +179,8 @@ def make_plan(
         numels=[piece.numel() for piece in pieces],
         slots=[[state[member][key] for key in keys] for member in members],
         lanes=[
-            _lane(parts, {"param": pieces, **joined}, grads, members, state, fresh=kind[2])
-            for kind, parts in by_kind.items()
+            _lane(parts, {"param": pieces, **joined}, grads, members, state, ages)
+            for parts in by_kind.values()
         ],
         counters=counters,
         versions=[_version_of(counter) for counter in counters],
@@ -192,8 +194,7 @@ def _lane(
     grads: Sequence[torch.Tensor],
     members: Sequence[torch.Tensor],
     state: State,
-    *,
-    fresh: bool,
+    ages: Sequence[tuple[float, bool]],
 ) -> Lane:
     flats = {
         key: [join([column[row] for row in rows]) for rows in parts]
@@ -210,7 +211,8 @@ def _lane(
         flats=flats,
         grads=tails,
         steps=[first_steps[i] for i in tails.origin],
-        fresh=fresh,
+        counts=[ages[rows[0]][0] for rows in parts],
+        fresh=ages[parts[0][0]][1],
     )
 
 
