@@ -197,7 +197,7 @@ def test_ranks_that_disagree_all_raise(make_params: MakeParams) -> None:
         if comm.rank == 0:
             param.grad_dtype = None
             param.grad = param.like(torch.ones_like(param.local, dtype=torch.float64))
-        with pytest.raises(ValueError, match="expected a dense|another rank") as caught:
+        with pytest.raises(ValueError, match=r"expected a dense|another rank") as caught:
             optimizer.step()
         return str(caught.value)
 

@@ -1,5 +1,6 @@
 """Optimizers whose state is sharded like the parameters, and gradient clipping."""
 
+from shard_optim._adafactor import Adafactor
 from shard_optim._adam import Adam, AdamW
 from shard_optim._adamw8bit import AdamW8bit
 from shard_optim._clip import clip_grad_norm_, clip_grad_value_, get_grad_norm
@@ -9,6 +10,7 @@ from shard_optim._sgd import SGD
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
     "AdamW8bit",

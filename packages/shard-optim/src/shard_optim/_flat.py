@@ -222,9 +222,8 @@ class FlatOptimizer(Optimizer, ABC):
     def _slots_of(self, group: Group, param: torch.Tensor) -> _Slots:
         """Return the state tensors of a parameter; equal ones for equal hyper-parameters."""
 
-    @abstractmethod
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
-        """Update the members of one lane; ``grads`` are those of the job."""
+        """Update the members of one lane, where ``_advance`` leaves that to the lanes."""
 
     def _switches(self) -> Mapping[str, Any]:
         """Switches of torch's own optimizer that change results, and the value they must have."""
