@@ -5,6 +5,7 @@ from shard_optim._adam import Adam, AdamW
 from shard_optim._adamw8bit import AdamW8bit
 from shard_optim._clip import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shard_optim._lion import Lion
+from shard_optim._muon import Muon
 from shard_optim._scaler import GradScaler
 from shard_optim._sgd import SGD
 
@@ -16,6 +17,7 @@ __all__ = [
     "AdamW8bit",
     "GradScaler",
     "Lion",
+    "Muon",
     "clip_grad_norm_",
     "clip_grad_value_",
     "get_grad_norm",
