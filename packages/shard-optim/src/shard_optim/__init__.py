@@ -4,12 +4,15 @@ from shard_optim._adafactor import Adafactor
 from shard_optim._adam import Adam, AdamW
 from shard_optim._adamw8bit import AdamW8bit
 from shard_optim._clip import clip_grad_norm_, clip_grad_value_, get_grad_norm
+from shard_optim._ema import EMA
 from shard_optim._lion import Lion
 from shard_optim._muon import Muon
 from shard_optim._scaler import GradScaler
 from shard_optim._sgd import SGD
+from shard_optim._sharded import ShardedOptimizer
 
 __all__ = [
+    "EMA",
     "SGD",
     "Adafactor",
     "Adam",
@@ -18,6 +21,7 @@ __all__ = [
     "GradScaler",
     "Lion",
     "Muon",
+    "ShardedOptimizer",
     "clip_grad_norm_",
     "clip_grad_value_",
     "get_grad_norm",

@@ -79,7 +79,7 @@ def match_state(
         _check_switches(theirs, number, rules)
         hyper = {**group, **hyper_of(theirs, rules.fixed)}
         rules.check(hyper, f"group {number}: ")
-        keys = _keys_of(theirs, group, number)
+        keys = keys_of(theirs, group, number)
         used.update(keys)
         for param, key in zip(group["params"], keys, strict=True):
             source = rules.adapt(saved["state"].get(key) or {})
@@ -103,8 +103,12 @@ def _check_switches(saved: Saved, number: int, rules: Rules) -> None:
             )
 
 
-def _keys_of(saved: Saved, group: Group, number: int) -> list[Any]:
-    """The saved group's keys in the order of our parameters."""
+def keys_of(saved: Saved, group: Group, number: int) -> list[Any]:
+    """Return the saved group's keys in the order of our parameters. Local.
+
+    Raises:
+        ValueError: it has other parameters.
+    """
     keys = list(saved["params"])
     mine = labels_of(group, number)
     theirs = keys if all(isinstance(key, str) for key in keys) else saved.get("param_names")
