@@ -12,7 +12,7 @@ from shard_optim._groups import Group, check_at_least_0, check_decay
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
 from shard_optim._state import Saved
-from shard_optim._window import widened, windows
+from shard_optim._window import wide, windows
 
 _SLOTS = (Slot("exp_avg"),)
 
@@ -72,7 +72,7 @@ class Lion(FlatOptimizer):
         flats = zip(lane.flats["param"], lane.flats["exp_avg"], lane.flat_grads(grads), strict=True)
         for whole in flats:
             for param, moment, grad in windows(whole):
-                new, old = widened(grad), widened(moment)
+                new, old, value = wide(grad), wide(moment), wide(param)
                 direction = (old * beta1).add_(new * (1 - beta1)).sign_().mul_(lr)
-                moment.copy_(old.mul_(beta2).add_(new.mul_(1 - beta2)))
-                param.copy_(widened(param).mul_(1 - lr * decay).sub_(direction))
+                moment.copy_(old.mul_(beta2).add_(new * (1 - beta2)))
+                param.copy_(value.mul_(1 - lr * decay).sub_(direction))

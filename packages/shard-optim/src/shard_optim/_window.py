@@ -31,6 +31,11 @@ def windows(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield [flat[start:stop] for flat in flats]
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of float32 or float64 itself, and a copy in float32 of others. Local."""
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+
+
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in float32, or float64 where it is that. Local."""
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
