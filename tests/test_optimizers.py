@@ -16,7 +16,18 @@ import torch
 from shard_ckpt import load, save
 from shard_comm import Comm
 from shard_fsdp import fully_shard
-from shard_optim import EMA, SGD, Adafactor, Adam, AdamW, AdamW8bit, Lion, Muon, clip_grad_norm_
+from shard_optim import (
+    EMA,
+    SGD,
+    SOAP,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Muon,
+    clip_grad_norm_,
+)
 from shard_testing import DecoderBlock, TinyDecoder, full_value, run_threads, token_batches
 from shard_wrap import by_class
 
@@ -28,6 +39,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "lion": lambda named: Lion(named, lr=1e-3),
     "adafactor": lambda named: Adafactor(named, lr=5e-2),
     "muon": lambda named: Muon(named, lr=1e-2),
+    "soap": lambda named: SOAP(named, lr=1e-2, precondition_every=2),
 }
 
 

@@ -10,10 +10,12 @@ from shard_optim._muon import Muon
 from shard_optim._scaler import GradScaler
 from shard_optim._sgd import SGD
 from shard_optim._sharded import ShardedOptimizer
+from shard_optim._soap import SOAP
 
 __all__ = [
     "EMA",
     "SGD",
+    "SOAP",
     "Adafactor",
     "Adam",
     "AdamW",

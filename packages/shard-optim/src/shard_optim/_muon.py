@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from shard_comm import Comm
-from shard_flat import ShardTensor
-from shard_optim._adam import MOMENTS, fused_adam
-from shard_optim._agree import CollectiveOptimizer
 from shard_optim._flat import Job
 from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._matrix import MatrixOptimizer, check_names
 from shard_optim._newton import cost_of, orthogonalized
-from shard_optim._plan import Lane
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot
 from shard_optim._state import Saved
 from shard_optim._window import widened, windows
-from shard_optim._workshop import Matrix, Workshop
+from shard_optim._workshop import Matrix
 
 _MATRIX = (Slot("momentum_buffer"),)
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 _SENT = torch.bfloat16  # what iterations are done in
 
 
-class Muon(CollectiveOptimizer):
+class Muon(MatrixOptimizer):
     """Momentum whose singular values are all brought to 1, for matrices; AdamW for the rest.
 
     Momentum is kept and averaged where parameters are. The average of each matrix is brought whole
@@ -69,6 +65,8 @@ class Muon(CollectiveOptimizer):
     **Source**: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
 
+    _SENT: ClassVar[torch.dtype] = _SENT
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -93,16 +91,8 @@ class Muon(CollectiveOptimizer):
             "betas": (0.9, 0.999),
             "adam_eps": 1e-8,
         }
-        strange = sorted(set(hyper) - set(defaults))
-        if strange:
-            raise TypeError(f"expected hyper-parameters among {sorted(defaults)}, got {strange}")
-        self._workshop = Workshop(_SENT)
+        check_names(hyper, defaults)
         super().__init__(params, {**defaults, **hyper})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy; what a step needs besides is made anew."""
-        super().__setstate__(state)
-        self._workshop = Workshop(_SENT)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_at_least_0(group, ("lr", "weight_decay", "eps", "adam_eps"), where)
@@ -119,47 +109,15 @@ class Muon(CollectiveOptimizer):
                 f"{group['ns_coefficients']} and {group['ns_steps']}"
             )
 
-    def _check_member(self, param: torch.Tensor, name: str, group: Group) -> None:
-        if not _is_matrix(group, param):
-            return
-        if isinstance(param, ShardTensor) and not isinstance(param.comm, Comm):
-            raise ValueError(
-                f"{name}: expected a comm of shard_comm, which has all_to_all, got "
-                f"{type(param.comm).__name__}; put the parameter into a group with "
-                f"elementwise=True"
-            )
-        if not param.is_contiguous():
-            raise ValueError(
-                f"{name}: expected rows side by side in memory, got strides {param.stride()}; make "
-                f"the parameter from contiguous()"
-            )
-
-    def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
-        return _MATRIX if _is_matrix(group, param) else MOMENTS
+    def _matrix_slots(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
+        return _MATRIX
 
     def _adapt(self, source: Saved) -> Saved:
         """Add the step of momentum, which torch does not count, and none is needed."""
         return {"step": 1.0, **source} if source else {}
 
-    def _is_shared(self, group: Group, param: ShardTensor) -> bool:
-        return _is_matrix(group, param)
-
-    def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
-        hyper = {**job.group, "eps": job.group["adam_eps"]}
-        fused_adam(lane, grads, hyper, decoupled=True)
-
-    def _advance(self, jobs: Sequence[Job]) -> None:
-        matrices: list[Matrix] = []
-        for job in jobs:
-            if job.slots is _MATRIX:
-                job.plan.count()
-                matrices += _matrices(job)
-            else:
-                self._apply(job)
-        self._workshop.work_off(matrices)
-        for job in jobs:
-            if job.slots is _MATRIX:
-                torch.autograd.graph.increment_version(job.plan.touched)
+    def _matrices(self, job: Job) -> list[Matrix]:
+        return _matrices(job)
 
 
 def _matrices(job: Job) -> list[Matrix]:
@@ -209,10 +167,6 @@ def _apply(group: Group, param: torch.Tensor, result: torch.Tensor) -> None:
     decay = 1 - group["lr"] * group["weight_decay"]
     for part, step in windows([flat_piece(param), result]):
         part.copy_(widened(part).mul_(decay).sub_(widened(step).mul_(rate)))
-
-
-def _is_matrix(group: Group, param: torch.Tensor) -> bool:
-    return param.ndim == 2 and not group["elementwise"]
 
 
 def _adjustment(kind: str | None, rows: int, columns: int) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from shard_flat import ShardTensor
+from shard_flat import ShardSpec, ShardTensor
 from shard_optim._runs import find_runs, flat_piece, piece_of
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
@@ -70,6 +71,50 @@ class WholeSlot(Slot):
     def fits(self, value: torch.Tensor, param: torch.Tensor) -> bool:
         """Whether a tensor has the shape that the parameter asks for. Local."""
         return tuple(value.shape) == self.shape_of(param)
+
+
+@dataclass(frozen=True)
+class OwnedSlot(Slot):
+    """A state tensor of which one rank holds all, as the owner of a matrix does.
+
+    Attributes:
+        owner: the rank.
+        dims: which dimensions of the parameter it has, in order.
+    """
+
+    owner: int = 0
+    dims: tuple[int, ...] = (0, 1)
+    joined: ClassVar[bool] = False
+
+    def blank(self, param: torch.Tensor) -> torch.Tensor:
+        """Return zeros for a parameter. Local."""
+        shape = self.shape_of(param)
+        if not isinstance(param, ShardTensor):
+            return torch.zeros(shape, dtype=self.dtype, device=param.device)
+        spec = self._spec(param)
+        local = torch.zeros(spec.stop - spec.start, dtype=self.dtype, device=param.device)
+        return ShardTensor(local, spec, comm=param.comm, mesh=param.device_mesh)
+
+    def shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
+        """Return the global shape. Local."""
+        return tuple(param.shape[dim] for dim in self.dims)
+
+    def fits(self, value: torch.Tensor, param: torch.Tensor) -> bool:
+        """Whether a tensor is what the owner, or another rank, is to have. Local."""
+        if isinstance(param, ShardTensor) and isinstance(value, ShardTensor):
+            return self.is_cut_like(value, param)
+        return tuple(value.shape) == self.shape_of(param)
+
+    def is_cut_like(self, value: ShardTensor, param: ShardTensor) -> bool:
+        """Whether a piece is that of the slot on every rank. Local."""
+        return self._spec(param).is_cut_like(value.spec, param.comm.size)
+
+    def _spec(self, param: ShardTensor) -> ShardSpec:
+        shape = self.shape_of(param)
+        numel = math.prod(shape)
+        whole = ShardSpec(param.spec.name, shape, 0, 0, self.owner * numel, numel)
+        start, stop = whole.range_of(param.comm.rank)
+        return replace(whole, start=start, stop=stop)
 
 
 def allocate_slots(params: Sequence[torch.Tensor], state: State, slots: Sequence[Slot]) -> None:

@@ -24,6 +24,7 @@ class Matrix:
         cost: of solving it, in any unit.
         solve: makes the whole, flattened, into the result, flattened; its owner calls it.
         apply: takes this rank's piece of the result ``[n]``.
+        owner: who solves it, where that is settled.
     """
 
     param: torch.Tensor
@@ -31,6 +32,7 @@ class Matrix:
     cost: float
     solve: Callable[[torch.Tensor], torch.Tensor]
     apply: Callable[[torch.Tensor], None]
+    owner: int | None = None
 
 
 class Workshop:
@@ -66,19 +68,23 @@ class Workshop:
     def _rounds(self, comm: Comm, members: Sequence[Matrix]) -> list[Round]:
         specs = [m.param.spec for m in members if isinstance(m.param, ShardTensor)]
         costs = [m.cost for m in members]
+        settled = [m.owner for m in members if m.owner is not None]
         where = tuple((spec.origin, spec.shard_numel, spec.shape) for spec in specs)
-        key = comm, where, tuple(costs)
+        key = comm, where, tuple(costs), tuple(settled)
         if key not in self._plans:
             ranges = [[spec.range_of(rank) for rank in range(comm.size)] for spec in specs]
             self._plans[key] = [
                 Round(comm, {i: ranges[i] for i in owners}, owners, self._dtype)
-                for owners in plan_rounds(costs, ranges, comm.size)
+                for owners in plan_rounds(costs, ranges, comm.size, settled)
             ]
         return self._plans[key]
 
 
 def plan_rounds(
-    costs: Sequence[float], ranges: Sequence[Sequence[tuple[int, int]]], world_size: int
+    costs: Sequence[float],
+    ranges: Sequence[Sequence[tuple[int, int]]],
+    world_size: int,
+    owners: Sequence[int] = (),
 ) -> list[dict[int, int]]:
     """Say who works on what, and what travels together.
 
@@ -86,6 +92,7 @@ def plan_rounds(
         costs: of each matrix, in any unit.
         ranges: element range of each matrix on each rank.
         world_size: number of ranks.
+        owners: those of all matrices, where they are settled.
 
     Returns:
         One dict per round: the owner of each of its matrices.
@@ -96,7 +103,7 @@ def plan_rounds(
         [(rank, stop - start) for rank, (start, stop) in enumerate(each) if stop > start]
         for each in ranges
     ]
-    owners = assign_owners(costs, held, world_size)
+    owners = owners or assign_owners(costs, held, world_size)
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     numels = [sum(numel for _, numel in held[i]) for i in order]
     rounds = split_rounds(numels, [owners[i] for i in order])
