@@ -1,6 +1,6 @@
-"""Time AdamW and clipping on sharded parameters against torch, in one run.
+"""Time optimizers and clipping on sharded parameters against torch, in one run.
 
-    python tools/bench_optim.py [--numel N] [--tiny N] [--rounds N] [--json PATH]
+    python tools/bench_optim.py [--numel N] [--tiny N] [--kinds N] [--rounds N] [--json PATH]
 
 Two ranks are two processes over Gloo with one thread each. Ours and the reference take turns in
 every round; a round lasts as long as its slower rank, and the ratio is the median over rounds.
@@ -25,9 +25,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shard_comm import Comm
+from shard_comm import Comm, Recorded
 from shard_flat import ParamSpec, ShardTensor, plan_layout
-from shard_optim import AdamW, clip_grad_norm_
+from shard_optim import (
+    SGD,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Muon,
+    ShardedOptimizer,
+    clip_grad_norm_,
+)
+from shard_optim._newton import cost_of
+from shard_optim._workshop import plan_rounds
 from shard_testing import run_ranks
 
 _WORLD_SIZE = 2
@@ -42,7 +54,7 @@ class Row:
     Attributes:
         name: What is measured.
         reference: What it is measured against.
-        ours_ms: Median time of a round.
+        ours_ms: Median time of a round; 0 where something is counted.
         reference_ms: Median time of a round of the reference.
         ratio: Median over rounds of ours divided by the reference.
         target: What the ratio is to stay below; None where nothing is promised.
@@ -108,9 +120,15 @@ def row(
     return Row(name, reference, ours, theirs, statistics.median(ratios), target)
 
 
-def bench_rank(comm: Comm, numel: int, tiny: int, rounds: int) -> list[Row]:
+def bench_rank(comm: Comm, numel: int, tiny: int, kinds: int, rounds: int) -> list[Row]:
     """Measure every row on this rank. Collective."""
-    return [*bench_large(comm, numel, rounds), *bench_tiny(comm, tiny, rounds)]
+    return [
+        *bench_large(comm, numel, rounds),
+        *bench_tiny(comm, tiny, rounds),
+        *bench_kinds(comm, kinds, rounds),
+        bench_replicated(comm, kinds, rounds),
+        *count_muon(comm),
+    ]
 
 
 def flat_twin(params: Sequence[ShardTensor], ours: AdamW) -> tuple[nn.Parameter, torch.optim.AdamW]:
@@ -179,14 +197,94 @@ def bench_tiny(comm: Comm, count: int, rounds: int) -> list[Row]:
     ]
 
 
+def bench_kinds(comm: Comm, numel: int, rounds: int) -> list[Row]:
+    """Compare the other optimizers with torch's fused one on one flat tensor of the same bytes."""
+    params = sharded_params(comm, model_shapes(numel))
+    flat = nn.Parameter(torch.cat([param.local for param in params]).detach())
+    flat.grad = torch.ones_like(flat)
+    adamw = torch.optim.AdamW([flat], fused=True, **_HYPER)
+    momentum: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+    pairs = [
+        ("SGD", SGD(params, **momentum), torch.optim.SGD([flat], fused=True, **momentum)),
+        ("Adam", Adam(params), torch.optim.Adam([flat], fused=True)),
+        ("Lion", Lion(params), adamw),
+        ("AdamW8bit", AdamW8bit(params), adamw),
+        ("Adafactor", Adafactor(params), torch.optim.Adafactor([flat])),
+    ]
+    what = f"{numel / 1e6:.0f}M elements on {comm.size} ranks"
+    return [
+        row(
+            f"{name}, {what}",
+            f"torch {type(theirs).__name__}, one flat tensor",
+            compare(comm, ours.step, theirs.step, rounds),
+            target=None,
+        )
+        for name, ours, theirs in pairs
+    ]
+
+
+def bench_replicated(comm: Comm, numel: int, rounds: int) -> Row:
+    """Compare ZeRO-1 and its gather with the step on whole parameters that every rank takes."""
+    shapes = model_shapes(numel)
+    ours, theirs = ([nn.Parameter(torch.randn(s)) for s in shapes] for _ in range(2))
+    for param in (*ours, *theirs):
+        param.grad = torch.ones_like(param)
+    sharded = ShardedOptimizer(ours, AdamW, comm=comm, **_HYPER)
+    whole = torch.optim.AdamW(theirs, fused=True, **_HYPER)
+    name = f"ShardedOptimizer of AdamW, {numel / 1e6:.0f}M elements on {comm.size} ranks"
+    times = compare(comm, sharded.step, whole.step, rounds)
+    return row(name, "torch fused, whole on every rank", times, target=None)
+
+
+def count_muon(comm: Comm) -> list[Row]:
+    """Count what Muon sends for a small decoder, and plan who works on what for larger ones."""
+    recorded = Recorded(comm)
+    params = [
+        param
+        for _ in range(8)  # a layout per block, as a runtime makes them
+        for param in sharded_params(
+            recorded, [(192, 64), (64, 64), (256, 64), (256, 64), (64, 256)]
+        )
+    ]
+    optimizer = Muon(params, lr=1e-3)
+    optimizer.step()
+    recorded.reset()
+    optimizer.step()
+    sent = sum(comm.all_gather_object(recorded.records["all_to_all"].payload_bytes))
+    held = sum(param.numel() * param.dtype.itemsize for param in params)
+    rows = [Row("Muon, bytes sent by all ranks", "bytes of the matrices", 0, 0, sent / held, 2.0)]
+    for size in (2, 4, 8, 16):
+        layout = plan_layout(
+            [ParamSpec(f"p{i}", s, torch.float32) for i, s in enumerate(_BLOCK)], size
+        )
+        shapes = _BLOCK * 32
+        ranges = [
+            [(piece.start, piece.stop) for piece in (layout.piece(r, i) for r in range(size))]
+            for i in range(len(_BLOCK))
+        ] * 32
+        costs = [cost_of(*shape) for shape in shapes]
+        loads = [0.0] * size
+        for owners in plan_rounds(costs, ranges, size):
+            for index, owner in owners.items():
+                loads[owner] += costs[index]
+        ratio = max(loads) * size / sum(loads)
+        name = f"Muon, largest load of {size} owners, 32 blocks of a decoder"
+        rows.append(Row(name, "the mean", 0, 0, ratio, 1.2))
+    return rows
+
+
+_BLOCK = [(12288, 4096), (4096, 4096), (11008, 4096), (11008, 4096), (4096, 11008)]
+
+
 def table(rows: Sequence[Row]) -> str:
     """Lay rows out for a terminal or a Markdown page."""
     lines = ["| measured | against | ours, ms | theirs, ms | ratio | target |", "|" + "---|" * 6]
     for each in rows:
         target = "" if each.target is None else f"<= {each.target:g}"
+        times = [f"{ms:.2f}" if ms else "" for ms in (each.ours_ms, each.reference_ms)]
         lines.append(
-            f"| {each.name} | {each.reference} | {each.ours_ms:.2f} | {each.reference_ms:.2f} | "
-            f"{each.ratio:.3f} | {target} |"
+            f"| {each.name} | {each.reference} | {times[0]} | {times[1]} | {each.ratio:.3f} | "
+            f"{target} |"
         )
     return "\n".join(lines)
 
@@ -196,12 +294,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--numel", type=int, default=69_000_000, help="elements of the large model")
     parser.add_argument("--tiny", type=int, default=2000, help="number of tiny parameters")
+    parser.add_argument("--kinds", type=int, default=8_000_000, help="elements for other kinds")
     parser.add_argument("--rounds", type=int, default=21, help="rounds that count")
     parser.add_argument("--json", type=Path, help="where to write the rows besides")
     options = parser.parse_args(argv)
-    if min(options.numel, options.tiny, options.rounds) < 1:
-        parser.error("--numel, --tiny and --rounds must be at least 1")
-    arguments = (options.numel, options.tiny, options.rounds)
+    arguments = (options.numel, options.tiny, options.kinds, options.rounds)
+    if min(arguments) < 1:
+        parser.error("--numel, --tiny, --kinds and --rounds must be at least 1")
     rows: list[Row] = run_ranks(bench_rank, _WORLD_SIZE, *arguments, timeout_s=1200)[0]
     print(table(rows))
     if options.json is not None:

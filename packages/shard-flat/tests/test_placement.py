@@ -45,3 +45,33 @@ def test_ragged_compares_by_value() -> None:
     assert Ragged(2, 5) != Ragged(2, 6)
     assert Ragged(2, 5) != (2, 5)
     assert len({Ragged(2, 5), Ragged(2, 5), Ragged(0, 5)}) == 2
+
+
+def test_one_element_for_each_block() -> None:
+    """Eleven elements cut at 6, in blocks of 4: blocks begin at 0, 4 and 8."""
+    spec = ShardSpec("w", (11,), 6, 11, 2, 8)
+    coarse = spec.coarse(4, 1)
+    assert spec.range_of(1) == (6, 11)
+    assert coarse.shape == (3,)
+    assert [coarse.range_of(rank) for rank in range(3)] == [(0, 2), (2, 3), (3, 3)]
+    assert (coarse.start, coarse.stop) == (2, 3)
+    assert not coarse.is_cut_like(ShardSpec("s", (3,), 0, 0, 2, 8), 3)
+
+
+@given(
+    numel=st.integers(0, 200),
+    origin=st.integers(0, 50),
+    shard=st.integers(1, 90),
+    unit=st.integers(1, 40),
+    size=st.integers(1, 6),
+)
+def test_blocks_belong_to_the_owner_of_their_first_element(
+    numel: int, origin: int, shard: int, unit: int, size: int
+) -> None:
+    size = max(size, -(-(origin + numel) // shard))
+    spec = ShardSpec("w", (numel,), 0, 0, origin, shard)
+    for rank in range(size):
+        start, stop = spec.range_of(rank)
+        owned = [b for b in range(-(-numel // unit)) if start <= b * unit < stop]
+        coarse = spec.coarse(unit, rank)
+        assert list(range(coarse.start, coarse.stop)) == owned

@@ -10,9 +10,12 @@ from torch import nn
 
 from shard_comm import Comm
 from shard_flat import ParamSpec, ShardTensor, plan_layout
+from shard_testing import TinyDecoder, token_batches
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
+Build = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
+TrainDecoder = Callable[..., list[float]]
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +62,32 @@ def give_grads() -> GiveGrads:
             param.grad = param.like(part)
 
     return give
+
+
+@pytest.fixture(scope="session")
+def train_decoder(make_params: MakeParams, give_grads: GiveGrads) -> TrainDecoder:
+    """Train a small language model on repeated tokens; the losses of all steps."""
+
+    def train(comm: Comm | None, build: Build, steps: int = 20, width: int = 16) -> list[float]:
+        """On plain parameters where there is no comm, else on parameters cut over its ranks."""
+        model = TinyDecoder(width=width)
+        plain = list(model.parameters())
+        params = plain if comm is None else make_params(comm, [p.detach() for p in plain])
+        optimizer, losses = build(params), []
+        (tokens,) = token_batches(1, 1)[0]
+        for _ in range(steps):
+            model.zero_grad()
+            loss = model.loss(tokens)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            if comm is not None:
+                give_grads(params, [p.grad for p in plain])
+            optimizer.step()
+            if comm is not None:
+                with torch.no_grad():
+                    for whole, param in zip(plain, params, strict=True):
+                        assert isinstance(param, ShardTensor)
+                        whole.copy_(param.full_tensor())
+        return losses
+
+    return train

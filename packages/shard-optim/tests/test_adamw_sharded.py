@@ -166,6 +166,11 @@ def test_fresh_resumed_and_loaded_state_are_all_flat(
         assert kernels.fused == [[160]]
 
 
+def plan_of(optimizer: AdamW) -> StepPlan:
+    (plan,) = optimizer._plans.values()
+    return plan
+
+
 def test_a_plan_lasts_while_gradients_move(make_params: MakeParams, give_grads: GiveGrads) -> None:
     params = make_params(SoloComm(), [torch.ones(5), torch.ones(40)])
     optimizer = AdamW(params, lr=0.1)
@@ -173,12 +178,12 @@ def test_a_plan_lasts_while_gradients_move(make_params: MakeParams, give_grads: 
     for _ in range(3):
         give_grads(params, [torch.ones(5), torch.ones(40)])  # new memory each time
         optimizer.step()
-        plans.append(optimizer._plans[0])
+        plans.append(plan_of(optimizer))
     assert plans[0] is plans[1] is plans[2]
     params[0].grad = params[0].like(torch.ones(5))  # one of them elsewhere
     optimizer.step()
-    assert optimizer._plans[0] is not plans[0]
-    assert [len(lane.runs) for lane in optimizer._plans[0].lanes] == [2]
+    assert plan_of(optimizer) is not plans[0]
+    assert [len(lane.runs) for lane in plan_of(optimizer).lanes] == [2]
 
 
 def test_nothing_is_sent(make_params: MakeParams, give_grads: GiveGrads) -> None:

@@ -123,7 +123,7 @@ def test_what_is_no_trainable_leaf() -> None:
 def test_torchs_own_dtensor() -> None:
     mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
     tensor = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
-    with pytest.raises(TypeError, match=r"^w: .* got torch's DTensor .*use torch.optim.AdamW"):
+    with pytest.raises(TypeError, match=r"^w: .* got torch's DTensor .*use torch.optim for it"):
         AdamW([("w", tensor)])
 
 

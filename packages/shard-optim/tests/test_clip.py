@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shard_comm import Comm, Recorded, SoloComm
 from shard_flat import ShardTensor, shard_tensor
-from shard_optim import clip_grad_norm_
+from shard_optim import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shard_testing import run_threads
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
@@ -270,3 +270,62 @@ def test_gradients_that_cannot_be_counted() -> None:
     foreign.grad = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
     with pytest.raises(TypeError, match=r"^parameter 0: .* torch.nn.utils.clip_grad_norm_ for it"):
         clip_grad_norm_([foreign], 1.0)
+
+
+@orders
+@worlds
+def test_the_norm_alone(
+    make_params: MakeParams, give_grads: GiveGrads, order: float, world_size: int
+) -> None:
+    torch.manual_seed(0)
+    grads = [torch.randn(37), torch.randn(3, 5)]
+    expected = clip_grad_norm_(with_grads(grads), 1.0, order)
+
+    def rank(comm: Comm) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        params = make_params(comm, [torch.zeros_like(g) for g in grads])
+        give_grads(params, grads)
+        return get_grad_norm(params, order), grads_of(params)
+
+    for norm, kept in run_threads(rank, world_size):
+        assert torch.equal(norm, expected)
+        assert all(torch.equal(a, b) for a, b in zip(kept, grads, strict=True))
+
+
+def test_the_norm_alone_raises_where_it_is_asked_to() -> None:
+    params = with_grads([torch.tensor([math.inf])])
+    assert float(get_grad_norm(params)) == math.inf
+    with pytest.raises(RuntimeError, match="of the gradients of 1 parameters is inf"):
+        get_grad_norm(params, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="expected norm_type > 0, got -1"):
+        get_grad_norm(params, -1)
+    assert float(get_grad_norm([])) == 0.0
+
+
+@worlds
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_by_value(
+    make_params: MakeParams, give_grads: GiveGrads, world_size: int, foreach: bool | None
+) -> None:
+    torch.manual_seed(0)
+    grads = [torch.randn(37), torch.randn(3, 5), torch.tensor([math.nan, -math.inf, 0.25])]
+    plain = with_grads(grads)
+    torch.nn.utils.clip_grad_value_(plain, 0.5)
+
+    def rank(comm: Comm) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        recorded = Recorded(comm)
+        params = make_params(recorded, [torch.zeros_like(g) for g in grads])
+        give_grads(params, grads)
+        clip_grad_value_([*params, *with_grads([None])], 0.5, foreach)
+        records = dict(recorded.records)
+        return grads_of(params), records
+
+    for clipped, records in run_threads(rank, world_size):
+        assert records == {}
+        for ours, theirs in zip(clipped, grads_of(plain), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan])
+def test_values_out_of_range(value: float) -> None:
+    with pytest.raises(ValueError, match="expected clip_value >= 0"):
+        clip_grad_value_(with_grads([torch.ones(2)]), value)

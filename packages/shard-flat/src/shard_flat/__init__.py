@@ -2,6 +2,7 @@
 
 from shard_flat._buffer import FullBuffer
 from shard_flat._layout import FlatLayout, ParamSpec, Piece, plan_layout
+from shard_flat._norm import power_sum
 from shard_flat._operands import adopt_cut
 from shard_flat._outer import Outer
 from shard_flat._placement import Ragged, ShardSpec
@@ -20,5 +21,6 @@ __all__ = [
     "ShardTensor",
     "adopt_cut",
     "plan_layout",
+    "power_sum",
     "shard_tensor",
 ]

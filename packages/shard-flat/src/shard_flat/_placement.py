@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +27,8 @@ class ShardSpec:
         origin: where the parameter begins in the group's array, in elements.
         shard_numel: elements of the array per rank; with ``origin`` it gives every rank's range.
         outer: what the tensor that is cut is the local part of; None where it is whole.
+        unit: how many elements of the array one element stands for, such as a block's one scale.
+            It belongs to the rank that owns the first of them.
 
     Raises:
         ValueError: the range lies outside of ``[0, numel]``, or ``shape`` is not that of
@@ -40,6 +42,7 @@ class ShardSpec:
     origin: int
     shard_numel: int
     outer: Outer | None = None
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.numel:
@@ -84,8 +87,26 @@ class ShardSpec:
     def range_of(self, rank: int) -> tuple[int, int]:
         """Return ``(start, stop)`` of what ``rank`` holds. Local."""
         low = rank * self.shard_numel - self.origin
-        start = min(max(low, 0), self.numel)
-        return start, min(max(low + self.shard_numel, start), self.numel)
+        high = low + self.shard_numel
+        start = min(max(-(-low // self.unit), 0), self.numel)
+        return start, min(max(-(-high // self.unit), start), self.numel)
+
+    def coarse(self, unit: int, rank: int) -> ShardSpec:
+        """Return the spec of a vector with one element for each ``unit`` of these.
+
+        With blocks of 4, the elements ``[6, 11)`` of 11 hold the beginning of block 2 alone, so
+        they go with the range ``[2, 3)`` of 3.
+
+        Args:
+            unit: elements that one of the vector stands for.
+            rank: this rank.
+
+        **Collective**: local.
+        """
+        shape = (-(-self.numel // unit),)
+        whole = replace(self, shape=shape, start=0, stop=0, unit=self.unit * unit)
+        start, stop = whole.range_of(rank)
+        return replace(whole, start=start, stop=stop)
 
     def is_cut_like(self, other: ShardSpec, size: int) -> bool:
         """Whether another tensor of this shape has the same range on every one of ``size`` ranks.
@@ -94,7 +115,8 @@ class ShardSpec:
         """
         if self.shape != other.shape or self.outer != other.outer:
             return False
-        if (self.origin, self.shard_numel) == (other.origin, other.shard_numel):
+        mine = self.origin, self.shard_numel, self.unit
+        if mine == (other.origin, other.shard_numel, other.unit):
             return True
         return all(self.range_of(rank) == other.range_of(rank) for rank in range(size))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shard_flat._norm import power_sum
 from shard_flat._operands import mark_written, no_meaning
 from shard_flat._protocol import GatherComm
 from shard_flat._tensor import ShardTensor
@@ -75,7 +76,7 @@ def _norms(
         if not tensor.dtype.is_floating_point:
             raise TypeError(f"{name}: a norm needs a floating dtype, got {tensor.dtype}")
     pieces = [t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
-    partial = torch.stack([_power_sum(piece, order) for piece in pieces])
+    partial = torch.stack([power_sum([piece], order) for piece in pieces])
     for comm, rows in by_comm.items():
         index = torch.tensor(rows, device=partial.device)
         mine = partial[index]
@@ -83,13 +84,6 @@ def _norms(
         partial[index] = mine
     norms = partial if math.isinf(order) else partial ** (1.0 / order)
     return [n.to(dtype or t.dtype) for n, t in zip(norms.unbind(), tensors, strict=True)]
-
-
-def _power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
-    if piece.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=piece.device)
-    length: torch.Tensor = torch.linalg.vector_norm(piece, order, dtype=torch.float64)
-    return length if math.isinf(order) else length**order
 
 
 def non_finite_check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

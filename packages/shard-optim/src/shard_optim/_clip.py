@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients together."""
+"""The norm of all gradients together, and clipping by it or by value."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from shard_flat import GatherComm, ShardTensor
-from shard_optim._norm import power_sum
+from shard_flat import GatherComm, ShardTensor, power_sum
 from shard_optim._runs import find_runs, join, piece_of
 
 
@@ -52,27 +51,83 @@ def clip_grad_norm_(
 
     **Memory**: 1 MiB on a CPU, 128 MiB elsewhere, for the call.
     """
-    norm_type = float(norm_type)
     if not max_norm >= 0:
         raise ValueError(f"expected max_norm >= 0, got {max_norm}")
-    if not norm_type > 0:
-        raise ValueError(f"expected norm_type > 0, got {norm_type}")
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    params = list({id(param): param for param in listed}.values())
-    if not params:
-        return torch.zeros(())
+    params = _distinct(parameters)
     runs = _runs_by_place(params)
-    norm = _total_norm(runs, norm_type).to(params[0].device)
-    if error_if_nonfinite and not bool(norm.isfinite()):
-        raise RuntimeError(
-            f"the norm of order {norm_type:g} of the gradients of {len(params)} parameters is "
-            f"{norm.item()}; no gradient was changed"
-        )
+    norm = _checked_norm(params, runs, float(norm_type), error_if_nonfinite)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (_, device), tensors in runs.items():
         if tensors:
             torch._foreach_mul_(tensors, scale.to(device))
     return norm
+
+
+@torch.no_grad()
+def get_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Return the norm of all gradients together, as ``clip_grad_norm_`` does, and change none.
+
+    Args:
+        parameters: sharded, plain or both; those without a gradient are passed over, and one
+            that is listed twice counts once.
+        norm_type: the p of the norm, above 0; ``inf`` for the largest element.
+        error_if_nonfinite: raise where the norm is inf or NaN.
+
+    Returns:
+        A plain float32 scalar, the same on all ranks.
+
+    Raises:
+        TypeError: a gradient is one of torch's own DTensors.
+        ValueError: ``norm_type`` is out of range; a gradient is sparse, or is sharded where its
+            parameter is plain or the other way round.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; raised on all
+            ranks.
+
+    **Collective**: one all_reduce of one number per comm that a sharded parameter uses; every
+    rank of it must call, with the same parameters.
+
+    **Memory**: 1 MiB on a CPU, 128 MiB elsewhere, for the call.
+    """
+    params = _distinct(parameters)
+    return _checked_norm(params, _runs_by_place(params), float(norm_type), error_if_nonfinite)
+
+
+@torch.no_grad()
+def clip_grad_value_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Bring every element of every gradient into ``[-clip_value, clip_value]``; NaN stays.
+
+    Args:
+        parameters: sharded, plain or both; those without a gradient are passed over.
+        clip_value: the bound, at least 0.
+        foreach: taken so that calls of torch's function work unchanged; it has no effect.
+
+    Raises:
+        TypeError: a gradient is one of torch's own DTensors.
+        ValueError: ``clip_value`` is negative or NaN; a gradient is sparse, or is sharded where
+            its parameter is plain or the other way round.
+
+    **Collective**: local.
+    """
+    if not clip_value >= 0:
+        raise ValueError(f"expected clip_value >= 0, got {clip_value}")
+    for tensors in _runs_by_place(_distinct(parameters)).values():
+        if tensors:
+            torch._foreach_clamp_min_(tensors, -clip_value)
+            torch._foreach_clamp_max_(tensors, clip_value)
+
+
+def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return list({id(param): param for param in listed}.values())
 
 
 _Place = tuple[tuple[GatherComm, ...], torch.device]
@@ -108,6 +163,25 @@ def _piece_of_grad(param: torch.Tensor, grad: torch.Tensor, index: int) -> torch
     if grad.layout is not torch.strided:
         raise ValueError(f"{name}: expected a dense gradient, got {grad.layout}")
     return grad
+
+
+def _checked_norm(
+    params: Sequence[torch.Tensor],
+    runs: dict[_Place, list[torch.Tensor]],
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    if not norm_type > 0:
+        raise ValueError(f"expected norm_type > 0, got {norm_type}")
+    if not params:
+        return torch.zeros(())
+    norm = _total_norm(runs, norm_type).to(params[0].device)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the norm of order {norm_type:g} of the gradients of {len(params)} parameters is "
+            f"{norm.item()}; no gradient was changed"
+        )
+    return norm
 
 
 def _total_norm(runs: dict[_Place, list[torch.Tensor]], norm_type: float) -> torch.Tensor:

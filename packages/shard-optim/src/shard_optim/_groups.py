@@ -80,24 +80,42 @@ def unpack(entries: Sequence[Any], groups: Sequence[Group]) -> tuple[list[Any], 
     return params, names
 
 
-def check_hyper(group: Group, where: str) -> None:
-    """Check a group's hyper-parameters.
+def check_at_least_0(group: Group, names: Iterable[str], where: str) -> None:
+    """Check hyper-parameters that may not be negative.
 
     Args:
-        group: all of them.
+        group: all hyper-parameters.
+        names: those to check.
         where: how the message begins, ``""`` or ``"group 1 (w): "``.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: one is below 0 or NaN.
 
     **Collective**: local.
     """
-    for name in ("lr", "eps", "weight_decay"):
+    for name in names:
         if not group[name] >= 0:
             raise ValueError(f"{where}expected {name} >= 0, got {group[name]}")
-    betas = group["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"{where}expected two betas in [0, 1), got {betas}")
+
+
+def check_decay(group: Group, name: str, where: str, *, count: int) -> None:
+    """Check factors of moving averages.
+
+    Args:
+        group: all hyper-parameters.
+        name: the one to check.
+        where: how the message begins.
+        count: how many numbers it has.
+
+    Raises:
+        ValueError: it has more or fewer, or one is outside of [0, 1).
+
+    **Collective**: local.
+    """
+    words = {1: "one", 2: "two", 3: "three"}
+    values = group[name]
+    if len(values) != count or not all(0 <= value < 1 for value in values):
+        raise ValueError(f"{where}expected {words[count]} {name} in [0, 1), got {values}")
 
 
 def check_params(params: Sequence[Any], names: Sequence[str], groups: Sequence[Group]) -> None:
@@ -170,7 +188,7 @@ def _check_param(param: Any, name: str) -> None:
     if isinstance(param, DTensor) and not isinstance(param, ShardTensor):
         raise TypeError(
             f"{name}: expected a plain tensor or a ShardTensor, got torch's {type(param).__name__} "
-            f"with placements {param.placements}; use torch.optim.AdamW for it"
+            f"with placements {param.placements}; use torch.optim for it"
         )
     if not (param.is_leaf or param.retains_grad):
         raise ValueError(

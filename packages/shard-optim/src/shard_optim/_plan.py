@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -10,10 +11,8 @@ from typing import Any
 import torch
 
 from shard_optim._runs import find_runs, flat_piece, join, piece_of
-from shard_optim._slots import SLOTS, State, allocate_slots, check_slots
+from shard_optim._slots import Slot, State, allocate_slots, check_slots
 from shard_optim._tails import Cut, Tails, plan_tails
-
-_KEYS = ("step", *SLOTS)
 
 
 @dataclass(frozen=True)
@@ -37,27 +36,45 @@ class Lane:
 
     Attributes:
         runs: how members are joined.
+        members: the plan's members, which the runs' rows count.
         params: the flat parameters.
         slots: the flat state tensors, by slot name.
+        flats: the same, uncut, the parameters under ``"param"``.
         grads: how to cut the flat gradients.
         steps: the step counter of each part, 0-dim.
+        counts: steps of each run before the plan.
+        fresh: whether the first step of the plan is the first one of the members' state.
     """
 
     runs: list[Run]
+    members: Sequence[torch.Tensor]
     params: Cut
     slots: dict[str, Cut]
+    flats: dict[str, list[torch.Tensor]]
     grads: Tails
     steps: list[torch.Tensor]
+    counts: list[float]
+    fresh: bool
+
+    def flat_grads(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return one flat gradient per run. Local."""
+        return [join([grads[row] for row in run.rows]) for run in self.runs]
 
     def join_grads(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the members' gradients to match ``params.parts``. Local."""
-        cut = self.grads.cut([join([grads[row] for row in run.rows]) for run in self.runs])
+        cut = self.grads.cut(self.flat_grads(grads))
         cut.load()
         return cut.parts
 
-    def changed(self) -> list[Cut]:
-        """Return everything that the kernel changes. Local."""
-        return [self.params, *self.slots.values()]
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Have a kernel change the parameters and slots inside. Local."""
+        cuts = [self.params, *self.slots.values()]
+        for cut in cuts:
+            cut.load()
+        yield
+        for cut in cuts:
+            cut.store()
 
 
 @dataclass
@@ -65,6 +82,7 @@ class StepPlan:
     """Flat tensors of one parameter group, valid while members and memory stay as they are.
 
     Attributes:
+        keys: names of the state tensors, the step counter's first.
         addresses: where the piece of each member was, a parameter that had a gradient.
         numels: elements of each one's piece.
         slots: each one's state tensors, the step counter first.
@@ -74,8 +92,10 @@ class StepPlan:
             into one.
         touched: what a step changes without autograd's noticing. A rank whose piece is empty
             must see the same change of version as the others, or they disagree on what is stale.
+        age: steps that were counted by this plan.
     """
 
+    keys: tuple[str, ...]
     addresses: list[int]
     numels: list[int]
     slots: list[list[torch.Tensor]]
@@ -83,6 +103,7 @@ class StepPlan:
     counters: list[torch.Tensor]
     versions: list[int]
     touched: list[torch.Tensor]
+    age: int = 0
 
     def holds(
         self,
@@ -99,12 +120,13 @@ class StepPlan:
             return False
         for member, known in zip(members, self.slots, strict=True):  # no state, no member
             own = state.get(member)
-            if own is None or not all(map(is_, map(own.get, _KEYS), known)):
+            if own is None or not all(map(is_, map(own.get, self.keys), known)):
                 return False
         return all(_lie_alike(run, grads) for lane in self.lanes for run in lane.runs)
 
     def count(self) -> None:
         """Add one to every step counter. Local."""
+        self.age += 1
         for counter in self.counters:
             counter.add_(1)
         self.versions = [_version_of(counter) for counter in self.counters]
@@ -115,6 +137,7 @@ def make_plan(
     grads: Sequence[torch.Tensor],
     state: State,
     *,
+    slots: Sequence[Slot],
     name_of: Callable[[torch.Tensor], str],
 ) -> StepPlan:
     """Find runs and make the state that is missing.
@@ -123,6 +146,7 @@ def make_plan(
         members: parameters with a gradient.
         grads: this rank's piece of each gradient.
         state: the optimizer's; missing slots are added, step counters are moved into one tensor.
+        slots: the state tensors that each of the members has.
         name_of: gives a parameter's name, for errors.
 
     Raises:
@@ -131,36 +155,64 @@ def make_plan(
     **Collective**: local.
     """
     for member in members:
-        check_slots(member, state.get(member, {}), name_of)
-    allocate_slots(members, state)
+        check_slots(member, state.get(member, {}), slots, name_of)
+    keys = ("step", *(slot.name for slot in slots))
+    blank = [any(key not in state.get(member, {}) for key in keys) for member in members]
+    allocate_slots(members, state, slots)
     pieces = [flat_piece(member) for member in members]
-    slots = {slot: [flat_piece(state[m][slot]) for m in members] for slot in SLOTS}
+    joined = {
+        slot.name: [flat_piece(state[m][slot.name]) for m in members]
+        for slot in slots
+        if slot.joined
+    }
     counters, counts = _count_together(members, state)
-    by_kind: dict[tuple[torch.device, torch.dtype], list[list[int]]] = {}
-    for rows in find_runs([pieces, grads, *slots.values()]):
-        kind = pieces[rows[0]].device, pieces[rows[0]].dtype
-        by_kind.setdefault(kind, []).extend(_split_by(rows, counts))
-    lanes = []
-    for joined in by_kind.values():
-        flat = [join([pieces[row] for row in rows]) for rows in joined]
-        params = plan_tails(flat)
-        first_steps = [state[members[rows[0]]]["step"] for rows in joined]
-        lane = Lane(
-            runs=[_run(rows, grads) for rows in joined],
-            params=params.cut(flat),
-            slots={slot: _cut(column, joined) for slot, column in slots.items()},
-            grads=plan_tails(flat),
-            steps=[first_steps[i] for i in params.origin],
-        )
-        lanes.append(lane)
+    ages = [(count, new or count == 0) for count, new in zip(counts, blank, strict=True)]
+    by_kind: dict[tuple[torch.device, torch.dtype, bool], list[list[int]]] = {}
+    for rows in find_runs([pieces, grads, *joined.values()]):
+        for part in _split_by(rows, ages):
+            head = part[0]
+            kind = pieces[head].device, pieces[head].dtype, ages[head][1]
+            by_kind.setdefault(kind, []).append(part)
     return StepPlan(
+        keys=keys,
         addresses=[piece.data_ptr() for piece in pieces],
         numels=[piece.numel() for piece in pieces],
-        slots=[[state[member][key] for key in _KEYS] for member in members],
-        lanes=lanes,
+        slots=[[state[member][key] for key in keys] for member in members],
+        lanes=[
+            _lane(parts, {"param": pieces, **joined}, grads, members, state, ages)
+            for parts in by_kind.values()
+        ],
         counters=counters,
         versions=[_version_of(counter) for counter in counters],
         touched=[*members, *(piece for piece in pieces if not piece.numel())],
+    )
+
+
+def _lane(
+    parts: list[list[int]],
+    columns: Mapping[str, Sequence[torch.Tensor]],
+    grads: Sequence[torch.Tensor],
+    members: Sequence[torch.Tensor],
+    state: State,
+    ages: Sequence[tuple[float, bool]],
+) -> Lane:
+    flats = {
+        key: [join([column[row] for row in rows]) for rows in parts]
+        for key, column in columns.items()
+    }
+    tails = plan_tails(flats["param"])
+    cuts = {key: plan_tails(column).cut(column) for key, column in flats.items()}
+    first_steps = [state[members[rows[0]]]["step"] for rows in parts]
+    return Lane(
+        runs=[_run(rows, grads) for rows in parts],
+        members=members,
+        params=cuts.pop("param"),
+        slots=cuts,
+        flats=flats,
+        grads=tails,
+        steps=[first_steps[i] for i in tails.origin],
+        counts=[ages[rows[0]][0] for rows in parts],
+        fresh=ages[parts[0][0]][1],
     )
 
 
@@ -184,11 +236,6 @@ def _count_together(
     return counters, counts
 
 
-def _cut(column: Sequence[torch.Tensor], joined: Sequence[Sequence[int]]) -> Cut:
-    flats = [join([column[row] for row in rows]) for rows in joined]
-    return plan_tails(flats).cut(flats)
-
-
 def _run(rows: list[int], grads: Sequence[torch.Tensor]) -> Run:
     base = grads[rows[0]].data_ptr()
     offsets = [grads[row].data_ptr() - base for row in rows]
@@ -207,11 +254,11 @@ def _lie_alike(run: Run, grads: Sequence[torch.Tensor]) -> bool:
     return used <= head.untyped_storage().nbytes()
 
 
-def _split_by(rows: Sequence[int], counts: Sequence[float]) -> list[list[int]]:
-    """Cut a run where the step count changes."""
+def _split_by(rows: Sequence[int], ages: Sequence[tuple[float, bool]]) -> list[list[int]]:
+    """Cut a run where the step count changes, or state that is new meets older."""
     parts: list[list[int]] = []
     for row in rows:
-        if parts and counts[parts[-1][-1]] == counts[row]:
+        if parts and ages[parts[-1][-1]] == ages[row]:
             parts[-1].append(row)
         else:
             parts.append([row])

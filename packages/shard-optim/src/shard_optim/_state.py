@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shard_flat import ShardTensor
-from shard_optim._groups import Group, check_hyper, labels_of
-from shard_optim._slots import SLOTS
+from shard_optim._groups import Group, labels_of
+from shard_optim._slots import Slot
 
 Saved = Mapping[str, Any]
 
-# Switches of torch's own optimizer that change results, and the value they must have here.
-_FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
-# Those that do not, and what a group says of its parameters.
-_DROPPED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable", *_FIXED}
+# What changes no result, and what a group says of its parameters.
+_DROPPED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What an optimizer expects of a state dictionary.
+
+    Attributes:
+        kind: the optimizer's name, for errors.
+        fixed: switches of torch's own optimizer that change results, and the value that they must
+            have.
+        check: checks the hyper-parameters of a group; its second argument begins the message.
+        slots: the state tensors of a parameter of a group.
+        adapt: makes what torch's optimizer saved for a parameter into what this one saves.
+    """
+
+    kind: str
+    fixed: Mapping[str, Any]
+    check: Callable[[Group, str], None]
+    slots: Callable[[Group, torch.Tensor], Sequence[Slot]]
+    adapt: Callable[[Saved], Saved]
 
 
 def pack_groups(groups: Sequence[Group], names: Mapping[torch.Tensor, str]) -> list[dict[str, Any]]:
@@ -24,13 +43,13 @@ def pack_groups(groups: Sequence[Group], names: Mapping[torch.Tensor, str]) -> l
     return [{**hyper_of(group), "params": [names[p] for p in group["params"]]} for group in groups]
 
 
-def hyper_of(group: Saved) -> dict[str, Any]:
+def hyper_of(group: Saved, fixed: Collection[str] = ()) -> dict[str, Any]:
     """Return what a group says besides its parameters and torch's switches. Local."""
-    return {key: value for key, value in group.items() if key not in _DROPPED}
+    return {k: value for k, value in group.items() if k not in _DROPPED and k not in fixed}
 
 
 def match_state(
-    saved: Saved, groups: Sequence[Group], names: Mapping[torch.Tensor, str]
+    saved: Saved, groups: Sequence[Group], names: Mapping[torch.Tensor, str], *, rules: Rules
 ) -> dict[torch.Tensor, Saved]:
     """Find each parameter's saved state and check that it fits.
 
@@ -38,6 +57,7 @@ def match_state(
         saved: a state dictionary.
         groups: the optimizer's.
         names: the optimizer's parameters.
+        rules: what the optimizer expects.
 
     Returns:
         The saved state of every parameter that has one.
@@ -56,14 +76,15 @@ def match_state(
     found: dict[torch.Tensor, Saved] = {}
     used = set()
     for number, (group, theirs) in enumerate(zip(groups, saved_groups, strict=True)):
-        _check_switches(theirs, number)
-        check_hyper({**group, **hyper_of(theirs)}, f"group {number}: ")
-        keys = _keys_of(theirs, group, number)
+        _check_switches(theirs, number, rules)
+        hyper = {**group, **hyper_of(theirs, rules.fixed)}
+        rules.check(hyper, f"group {number}: ")
+        keys = keys_of(theirs, group, number)
         used.update(keys)
         for param, key in zip(group["params"], keys, strict=True):
-            source = saved["state"].get(key)
+            source = rules.adapt(saved["state"].get(key) or {})
             if source:
-                _check_state(names[param], param, source)
+                _check_state(names[param], param, source, rules.slots(hyper, param))
                 found[param] = source
     unexpected = sorted(map(str, set(saved["state"]) - used))
     if unexpected:
@@ -71,19 +92,23 @@ def match_state(
     return found
 
 
-def _check_switches(saved: Saved, number: int) -> None:
-    for key, wanted in _FIXED.items():
+def _check_switches(saved: Saved, number: int, rules: Rules) -> None:
+    for key, wanted in rules.fixed.items():
         if key == "decoupled_weight_decay" and not saved.get("weight_decay"):
             continue
         if bool(saved.get(key, wanted)) != wanted:
             raise ValueError(
-                f"group {number}: saved with {key}={saved[key]}, which this AdamW does not do; "
-                f"load it into torch's own optimizer"
+                f"group {number}: saved with {key}={saved[key]}, which this {rules.kind} does not "
+                f"do; load it into torch's own optimizer"
             )
 
 
-def _keys_of(saved: Saved, group: Group, number: int) -> list[Any]:
-    """The saved group's keys in the order of our parameters."""
+def keys_of(saved: Saved, group: Group, number: int) -> list[Any]:
+    """Return the saved group's keys in the order of our parameters. Local.
+
+    Raises:
+        ValueError: it has other parameters.
+    """
     keys = list(saved["params"])
     mine = labels_of(group, number)
     theirs = keys if all(isinstance(key, str) for key in keys) else saved.get("param_names")
@@ -103,20 +128,26 @@ def _keys_of(saved: Saved, group: Group, number: int) -> list[Any]:
     return [by_name[name] for name in mine]
 
 
-def _check_state(name: str, param: torch.Tensor, source: Saved) -> None:
-    for key in ("step", *SLOTS):
+def _check_state(name: str, param: torch.Tensor, source: Saved, slots: Sequence[Slot]) -> None:
+    for key in ("step", *(slot.name for slot in slots)):
         if key not in source:
             raise ValueError(f"{name}: the state has no {key!r}, only {sorted(source)}")
-    for slot in SLOTS:
-        value = source[slot]
-        if tuple(value.shape) != tuple(param.shape):
+    for slot in slots:
+        value, wanted = source[slot.name], slot.shape_of(param)
+        if tuple(value.shape) != wanted:
             raise ValueError(
-                f"{name}: expected {slot} of shape {tuple(param.shape)}, got {tuple(value.shape)}"
+                f"{name}: expected {slot.name} of shape {wanted}, got {tuple(value.shape)}"
+            )
+        dtype = param.dtype if slot.dtype is None else slot.dtype
+        if value.dtype.is_floating_point != dtype.is_floating_point:
+            raise ValueError(
+                f"{name}: expected {slot.name} of {dtype}, got {value.dtype}; another kind of "
+                f"optimizer saved it"
             )
         if isinstance(value, ShardTensor) and not (
-            isinstance(param, ShardTensor) and param.spec.is_cut_like(value.spec, param.comm.size)
+            isinstance(param, ShardTensor) and slot.is_cut_like(value, param)
         ):
             raise ValueError(
-                f"{name}: {slot} is a piece [{value.spec.start}, {value.spec.stop}) of another "
-                f"sharding; load it with shard_ckpt, which moves state between world sizes"
+                f"{name}: {slot.name} is a piece [{value.spec.start}, {value.spec.stop}) of "
+                f"another sharding; load it with shard_ckpt, which moves state between world sizes"
             )

@@ -10,6 +10,7 @@ import torch
 # Numbers widened at a time: as many as stay in a CPU's cache, more where a launch costs more.
 _CHUNK = {"cpu": 1 << 17}
 _CHUNK_ELSEWHERE = 1 << 24
+_SMALL_BYTES = 1 << 17  # for a single tensor like that a chunk costs more than it saves
 
 
 def power_sum(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
@@ -31,6 +32,8 @@ def power_sum(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     if math.isinf(order):
         return _largest(tensors)
     device = tensors[0].device
+    if len(tensors) == 1 and tensors[0].nbytes <= _SMALL_BYTES:
+        return _powers(tensors[0].to(torch.float64, copy=True), order).sum()
     chunk = _CHUNK.get(device.type, _CHUNK_ELSEWHERE)
     size = min(chunk, sum(t.numel() for t in tensors))
     buffer = torch.empty(size, dtype=torch.float64, device=device)
@@ -39,14 +42,15 @@ def power_sum(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
         sizes = [part.numel() for part in batch]
         wide = buffer[: sum(sizes)]
         torch._foreach_copy_(wide.split(sizes), batch)
-        if order == 2:
-            wide.mul_(wide)
-        else:
-            wide.abs_()
-            if order != 1:
-                wide.pow_(order)
-        sums.append(wide.sum())
+        sums.append(_powers(wide, order).sum())
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _powers(wide: torch.Tensor, order: float) -> torch.Tensor:
+    if order == 2:
+        return wide.mul_(wide)
+    wide.abs_()
+    return wide if order == 1 else wide.pow_(order)
 
 
 def _largest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

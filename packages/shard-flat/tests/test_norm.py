@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shard_optim import _norm
-from shard_optim._norm import power_sum
+from shard_flat import _norm, power_sum
 
 sizes_of = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 

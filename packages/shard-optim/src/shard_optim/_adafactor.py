@@ -1,0 +1,246 @@
+"""Adafactor: second moments of matrices by row and column."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shard_flat import GatherComm, ShardTensor, power_sum
+from shard_optim._agree import CollectiveOptimizer
+from shard_optim._flat import Job
+from shard_optim._groups import Group, check_at_least_0
+from shard_optim._rows import Rows, pack, unpack
+from shard_optim._runs import flat_piece
+from shard_optim._slots import Slot, WholeSlot
+from shard_optim._window import widened, windows
+
+
+def _slots(dtype: torch.dtype) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    rows, columns = WholeSlot("row_var", dtype, dims=(-1,)), WholeSlot("col_var", dtype, dims=(-2,))
+    return (rows, columns), (Slot("variance", dtype),)
+
+
+_SLOTS = {wide: _slots(wide) for wide in (torch.float32, torch.float64)}
+
+
+class Adafactor(CollectiveOptimizer):
+    """Adam's step with second moments of a whole matrix kept as one number per row and column.
+
+    The rows and columns are those of the whole matrix, wherever ranks are cut. Results are those
+    of ``torch.optim.Adafactor`` up to rounding. They do not depend on the number of ranks unless
+    a sum lies within about 1e-15 of the middle between two numbers of the state's dtype.
+
+    Args:
+        params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either, as
+            torch's optimizers take them.
+        lr: bound of the relative step, at least 0; a number or a scalar tensor.
+        beta2_decay: at most 0; step ``t`` adds the share ``t ** beta2_decay`` of the new squares.
+        eps: the root of the smallest second moment, None for the epsilon of the parameter's
+            dtype, and the smallest norm of a parameter that steps are in proportion to.
+        d: bound of the root mean square of an update, above 0.
+        weight_decay: decoupled decay, at least 0.
+
+    Raises:
+        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
+            twice, shares memory with another, is no leaf, has holes between its elements, is not
+            contiguous or is not floating point.
+
+    **Collective**: a step takes three small all_reduces per comm for all parameters together: what
+    each rank could do, sums by row and column, and one number per parameter. State dictionaries
+    are local.
+
+    **Memory**: one number per row and column of matrices, whole on each rank, and one per element
+    of each piece of other parameters; a few windows during a step.
+
+    **Source**: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
+    2018.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-2,
+        *,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        hyper = {
+            "lr": lr,
+            "beta2_decay": beta2_decay,
+            "eps": eps,
+            "d": d,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, hyper)
+
+    def _check_hyper(self, group: Group, where: str) -> None:
+        check_at_least_0(group, ("lr", "weight_decay"), where)
+        if not group["beta2_decay"] <= 0:
+            raise ValueError(f"{where}expected beta2_decay <= 0, got {group['beta2_decay']}")
+        if not group["d"] > 0:
+            raise ValueError(f"{where}expected d > 0, got {group['d']}")
+        eps = group["eps"]
+        if len(eps) != 2 or not all(each is None or each >= 0 for each in eps) or eps[1] is None:
+            raise ValueError(
+                f"{where}expected eps of two numbers >= 0, the first perhaps None, got {eps}"
+            )
+
+    def _check_member(self, param: torch.Tensor, name: str, group: Group) -> None:
+        if not param.is_contiguous():
+            raise ValueError(
+                f"{name}: expected rows side by side in memory, got strides {param.stride()}; make "
+                f"the parameter from contiguous()"
+            )
+
+    def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
+        wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+        return _SLOTS[wide][0 if param.ndim > 1 else 1]
+
+    def _switches(self) -> Mapping[str, Any]:
+        return {"maximize": False}
+
+    def _is_shared(self, group: Group, param: ShardTensor) -> bool:
+        return True
+
+    def _advance(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            job.plan.count()
+        members = [
+            _Member.of(param, grad, self.state[param], job.group)
+            for job in jobs
+            for param, grad in zip(job.members, job.grads, strict=True)
+        ]
+        sums = _reduced(members, [member.sums() for member in members])
+        scales = [member.learn(*each) for member, each in zip(members, sums, strict=True)]
+        squares = _reduced(members, [[member.update_square()] for member in members])
+        for member, scale, (square,) in zip(members, scales, squares, strict=True):
+            member.apply(scale, square)
+        for job in jobs:
+            torch.autograd.graph.increment_version(job.plan.touched)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One rank's piece of a parameter, its gradient and its state."""
+
+    param: torch.Tensor
+    piece: torch.Tensor  # [n]
+    grad: torch.Tensor  # [n]
+    own: dict[str, Any]
+    rows: Rows | None  # None for vectors and scalars
+    group: Group
+
+    @classmethod
+    def of(
+        cls, param: torch.Tensor, grad: torch.Tensor, own: dict[str, Any], group: Group
+    ) -> _Member:
+        piece = flat_piece(param).view(-1)
+        start = param.spec.start if isinstance(param, ShardTensor) else 0
+        rows = Rows(tuple(param.shape), start, start + piece.numel()) if param.ndim > 1 else None
+        return cls(param, piece, grad.view(-1), own, rows, group)
+
+    @property
+    def step(self) -> float:
+        return float(self.own["step"])
+
+    def sums(self) -> list[torch.Tensor]:
+        """What this piece adds to the parameter's square, and to squares by row and column."""
+        square = power_sum([self.piece], 2.0)
+        return [square, *(self.rows.square_sums(self.grad) if self.rows is not None else ())]
+
+    def learn(self, square: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
+        """Update the second moments, and return the length of a step, float64."""
+        share = self.step ** self.group["beta2_decay"]
+        if self.rows is None:
+            for moment, grad in windows([flat_piece(self.own["variance"]).view(-1), self.grad]):
+                new = widened(grad)
+                moment.mul_(1 - share).add_(new.mul_(new).mul_(share))
+        else:
+            for slot, total, count in zip(
+                ("row_var", "col_var"),
+                sums,
+                (self.param.shape[-1], self.param.shape[-2]),
+                strict=True,
+            ):
+                moment = self.own[slot]
+                mean = (total / max(count, 1)).to(moment.dtype).view(moment.shape)
+                moment.mul_(1 - share).add_(mean.mul_(share))
+        rate = min(float(self.group["lr"]), 1 / math.sqrt(self.step))
+        size = (square / max(self.param.numel(), 1)).sqrt()
+        return size.clamp_min(self.group["eps"][1]).mul_(rate)
+
+    def update_square(self) -> torch.Tensor:
+        """What this piece adds to the square of the update."""
+        total = torch.zeros((), dtype=torch.float64, device=self.piece.device)
+        for _, update in self.updates():
+            total += update.double().square_().sum()
+        return total
+
+    def apply(self, scale: torch.Tensor, square: torch.Tensor) -> None:
+        """Move the parameter, given the step's length and the whole update's square."""
+        size = (square / max(self.param.numel(), 1)).sqrt() / self.group["d"]
+        factor = (scale / size.clamp_min(1.0)).to(self._wide)
+        decay = 1 - float(self.group["lr"]) * self.group["weight_decay"]
+        for place, update in self.updates():
+            part = self.piece[place]
+            part.copy_(widened(part).mul_(decay).sub_(update.mul_(factor)))
+
+    def updates(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The update before it is scaled, in windows: where, and its elements."""
+        eps = self.group["eps"][0]
+        floor = (torch.finfo(self.param.dtype).eps if eps is None else eps) ** 2
+        if self.rows is None:
+            place = 0
+            for moment, grad in windows([flat_piece(self.own["variance"]).view(-1), self.grad]):
+                yield (
+                    slice(place, place + grad.numel()),
+                    widened(grad).div_(moment.clamp_min(floor).sqrt_()),
+                )
+                place += grad.numel()
+            return
+        rows, device = self.rows, self.piece.device
+        by_row = self.own["row_var"]
+        mean = by_row.mean(dim=-2, keepdim=True).clamp_min(math.sqrt(floor)).view(-1, 1)
+        by_row, by_column = by_row.view(-1, 1), self.own["col_var"].view(-1, rows.columns)
+        for first, last in rows.windows(device):
+            which = rows.matrix_of(first, last, device) if rows.matrices > 1 else slice(None)
+            moment = (by_row[first:last] * by_column[which]).div_(mean[which])
+            update = widened(rows.take(self.grad, first, last))
+            update.div_(moment.clamp_min_(floor).sqrt_())
+            begin = max(first * rows.columns, rows.start)
+            end = min(last * rows.columns, rows.stop)
+            offset = first * rows.columns
+            yield (
+                slice(begin - rows.start, end - rows.start),
+                update.view(-1)[begin - offset : end - offset],
+            )
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.float64 if self.param.dtype == torch.float64 else torch.float32
+
+
+def _reduced(
+    members: Sequence[_Member], parts: Sequence[list[torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    """Add up parts over the ranks of sharded parameters, one collective per comm."""
+    by_comm: dict[GatherComm, list[int]] = {}
+    for index, member in enumerate(members):
+        if isinstance(member.param, ShardTensor) and member.param.comm.size > 1:
+            by_comm.setdefault(member.param.comm, []).append(index)
+    result = list(parts)
+    for comm, indices in by_comm.items():
+        ours = [part for index in indices for part in parts[index]]
+        flat = pack(ours)
+        comm.all_reduce(flat)
+        summed = iter(unpack(flat, ours))
+        for index in indices:
+            result[index] = [next(summed) for _ in parts[index]]
+    return result

@@ -1,0 +1,73 @@
+"""Optimizers whose step needs other ranks: all of them go on, or all of them raise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from shard_flat import GatherComm, ShardTensor
+from shard_optim._flat import FlatOptimizer
+from shard_optim._groups import Group
+
+
+class CollectiveOptimizer(FlatOptimizer, ABC):
+    """A flat optimizer that sends something for some of its sharded parameters.
+
+    Before anything is changed ranks exchange whether each of them could go on, and which of those
+    parameters have a gradient. One that some ranks have a gradient for and others do not is an
+    error on all ranks.
+    """
+
+    @abstractmethod
+    def _is_shared(self, group: Group, param: ShardTensor) -> bool:
+        """Whether other ranks take part in this parameter's update; the same on all ranks."""
+
+    def _run(self) -> None:
+        failure = None
+        try:
+            jobs = self._jobs()
+        except ValueError as error:
+            failure = error
+        for comm, params in self._shared().items():
+            self._agree(comm, params, failure)
+        if failure is not None:
+            raise failure
+        self._advance(jobs)
+
+    def _shared(self) -> dict[GatherComm, list[ShardTensor]]:
+        """Parameters that need other ranks, with gradients or without, by comm."""
+        shared: dict[GatherComm, list[ShardTensor]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if (
+                    isinstance(param, ShardTensor)
+                    and param.comm.size > 1
+                    and self._is_shared(group, param)
+                ):
+                    shared.setdefault(param.comm, []).append(param)
+        return shared
+
+    def _agree(
+        self, comm: GatherComm, params: list[ShardTensor], failure: ValueError | None
+    ) -> None:
+        there = [int(param.grad is not None) for param in params]
+        flags = torch.tensor(
+            [int(failure is not None), *there, *(1 - has for has in there)],
+            dtype=torch.int32,
+            device=params[0].device,
+        )
+        comm.all_reduce(flags, op="max")
+        failed, *rest = flags.tolist()
+        if failure is not None:
+            raise failure
+        where = f"(rank {comm.rank} of {comm.size})"
+        if failed:
+            raise ValueError(f"another rank refused this step; nothing was changed {where}")
+        for param, some, others in zip(params, rest, rest[len(params) :], strict=False):
+            if some and others:
+                raise ValueError(
+                    f"{self._name_of(param)}: expected a gradient on all ranks or on none, got "
+                    f"{'one' if param.grad is not None else 'none'} here and another elsewhere "
+                    f"{where}; let all ranks take the same path, or give zeros"
+                )

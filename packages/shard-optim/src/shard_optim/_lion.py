@@ -1,0 +1,78 @@
+"""Lion over flat runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shard_optim._flat import FlatOptimizer, Job
+from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._plan import Lane
+from shard_optim._slots import Slot
+from shard_optim._state import Saved
+from shard_optim._window import wide, windows
+
+_SLOTS = (Slot("exp_avg"),)
+
+
+class Lion(FlatOptimizer):
+    """Steps of one size along the sign of an average of gradients.
+
+    Runs of neighbours are updated as one flat tensor, a window at a time. Every operation is
+    rounded by itself, in float32 or wider, so results have the same bits however the parameters
+    are sharded.
+
+    Args:
+        params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either, as
+            torch's optimizers take them.
+        lr: learning rate, at least 0; a number or a scalar tensor.
+        betas: how much of the average there is in the direction, and how much of it is kept, each
+            in [0, 1).
+        weight_decay: decoupled decay, at least 0.
+
+    Raises:
+        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
+            twice, shares memory with another, is no leaf, has holes between its elements or is
+            not floating point.
+
+    **Collective**: local; nothing is ever sent.
+
+    **Memory**: one moment of each parameter's piece, and four windows during a step.
+
+    **Source**: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-4,
+        *,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _check_hyper(self, group: Group, where: str) -> None:
+        check_at_least_0(group, ("lr", "weight_decay"), where)
+        check_decay(group, "betas", where, count=2)
+
+    def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
+        return _SLOTS
+
+    def _adapt(self, source: Saved) -> Saved:
+        """Other implementations count no steps, and none are needed."""
+        return {"step": 1.0, **source} if source else {}
+
+    def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
+        beta1, beta2 = job.group["betas"]
+        lr, decay = job.group["lr"], job.group["weight_decay"]
+        flats = zip(lane.flats["param"], lane.flats["exp_avg"], lane.flat_grads(grads), strict=True)
+        for whole in flats:
+            for param, moment, grad in windows(whole):
+                new, old, value = wide(grad), wide(moment), wide(param)
+                direction = (old * beta1).add_(new * (1 - beta1)).sign_().mul_(lr)
+                moment.copy_(old.mul_(beta2).add_(new * (1 - beta2)))
+                param.copy_(value.mul_(1 - lr * decay).sub_(direction))

@@ -1,0 +1,175 @@
+"""Muon: steps along orthogonalized momentum, each matrix worked on by one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from shard_optim._flat import Job
+from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._matrix import MatrixOptimizer, check_names
+from shard_optim._newton import cost_of, orthogonalized
+from shard_optim._runs import flat_piece
+from shard_optim._slots import Slot
+from shard_optim._state import Saved
+from shard_optim._window import widened, windows
+from shard_optim._workshop import Matrix
+
+_MATRIX = (Slot("momentum_buffer"),)
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_SENT = torch.bfloat16  # what iterations are done in
+
+
+class Muon(MatrixOptimizer):
+    """Momentum whose singular values are all brought to 1, for matrices; AdamW for the rest.
+
+    Momentum is kept and averaged where parameters are. The average of each matrix is brought whole
+    to one rank in bfloat16, orthogonalized there, and pieces of the result come back. Owners are
+    balanced by cost over the whole model, and matrices travel while others are worked on. Results
+    have the same bits as on one rank.
+
+    Parameters that do not have two dimensions, and all of a group with ``elementwise=True``, are
+    updated as ``AdamW`` does, with the group's ``lr``, ``weight_decay``, ``betas`` and
+    ``adam_eps``. Embeddings and output layers are better put into such a group.
+
+    Args:
+        params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either, as
+            torch's optimizers take them. Plain matrices are worked on by every rank.
+        lr: learning rate, at least 0; a number or a scalar tensor.
+        weight_decay: decoupled decay, at least 0.
+        momentum: how much of the average is kept, in [0, 1).
+        nesterov: look ahead by one more step of momentum.
+        adjust_lr_fn: how the rate depends on the shape: None or ``"original"`` by the root of rows
+            over columns where that is above 1, ``"match_rms_adamw"`` so that AdamW's rates fit.
+        hyper: ``ns_coefficients`` (three numbers), ``ns_steps`` and ``eps`` of the iterations;
+            ``elementwise``, ``betas`` and ``adam_eps`` of what is updated as AdamW does.
+
+    Raises:
+        TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter has
+            another name.
+        ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
+            twice, shares memory with another, is no leaf, has holes between its elements, is not
+            floating point, or its comm has no ``all_to_all``.
+
+    **Collective**: a step takes one small all_reduce and two all_to_alls per round of matrices and
+    comm. A rank sends at most all matrices' bytes in bfloat16 each way, and where layouts spread
+    matrices evenly not much more than its share of them. State dictionaries are local.
+
+    **Memory**: one buffer of each matrix's piece. During a step 2 bytes per element of the pieces
+    and of twice what a round sends, and the matrix at hand.
+
+    **Source**: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+    """
+
+    _SENT: ClassVar[torch.dtype] = _SENT
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        adjust_lr_fn: str | None = None,
+        **hyper: Any,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_coefficients": (3.4445, -4.7750, 2.0315),
+            "ns_steps": 5,
+            "eps": 1e-7,
+            "elementwise": False,
+            "betas": (0.9, 0.999),
+            "adam_eps": 1e-8,
+        }
+        check_names(hyper, defaults)
+        super().__init__(params, {**defaults, **hyper})
+
+    def _check_hyper(self, group: Group, where: str) -> None:
+        check_at_least_0(group, ("lr", "weight_decay", "eps", "adam_eps"), where)
+        check_decay(group, "betas", where, count=2)
+        check_decay({"momentum": (group["momentum"],)}, "momentum", where, count=1)
+        if group["adjust_lr_fn"] not in _ADJUSTMENTS:
+            raise ValueError(
+                f"{where}expected adjust_lr_fn to be one of {_ADJUSTMENTS}, got "
+                f"{group['adjust_lr_fn']!r}"
+            )
+        if len(group["ns_coefficients"]) != 3 or group["ns_steps"] < 1:
+            raise ValueError(
+                f"{where}expected three ns_coefficients and at least one of ns_steps, got "
+                f"{group['ns_coefficients']} and {group['ns_steps']}"
+            )
+
+    def _matrix_slots(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
+        return _MATRIX
+
+    def _adapt(self, source: Saved) -> Saved:
+        """Add the step of momentum, which torch does not count, and none is needed."""
+        return {"step": 1.0, **source} if source else {}
+
+    def _matrices(self, job: Job) -> list[Matrix]:
+        return _matrices(job)
+
+
+def _matrices(job: Job) -> list[Matrix]:
+    """Average gradients into the momentum, and say where each member's step is to go."""
+    momentum = job.group["momentum"]
+    nothing = torch.empty(0, dtype=_SENT, device=job.members[0].device)
+    found = dict.fromkeys(range(len(job.members)), nothing)
+    for lane in job.plan.lanes:
+        flats = zip(lane.flats["momentum_buffer"], lane.flat_grads(job.grads), strict=True)
+        for run, (buffer, grad) in zip(lane.runs, flats, strict=True):
+            whole = torch.empty(buffer.numel(), dtype=_SENT, device=buffer.device)
+            for average, slope, out in windows([buffer, grad, whole]):
+                new, mean = widened(slope).mul_(1 - momentum), widened(average)
+                average.copy_(mean.mul_(momentum).add_(new))
+                if job.group["nesterov"]:
+                    mean.mul_(momentum).add_(new)
+                out.copy_(mean)
+            sizes = [job.grads[row].numel() for row in run.rows]
+            found.update(zip(run.rows, whole.split(sizes), strict=True))
+    cost = job.group["ns_steps"]
+    return [
+        Matrix(
+            param=param,
+            piece=found[row],
+            cost=cost * cost_of(*param.shape),
+            solve=partial(_solve, job.group, tuple(param.shape)),
+            apply=partial(_apply, job.group, param),
+        )
+        for row, param in enumerate(job.members)
+    ]
+
+
+def _solve(group: Group, shape: tuple[int, ...], whole: torch.Tensor) -> torch.Tensor:
+    if not whole.numel():
+        return whole
+    solved = orthogonalized(
+        whole.view(shape),
+        coefficients=group["ns_coefficients"],
+        steps=group["ns_steps"],
+        eps=group["eps"],
+    )
+    return solved.view(-1)
+
+
+def _apply(group: Group, param: torch.Tensor, result: torch.Tensor) -> None:
+    rate = group["lr"] * _adjustment(group["adjust_lr_fn"], *param.shape)
+    decay = 1 - group["lr"] * group["weight_decay"]
+    for part, step in windows([flat_piece(param), result]):
+        part.copy_(widened(part).mul_(decay).sub_(widened(step).mul_(rate)))
+
+
+def _adjustment(kind: str | None, rows: int, columns: int) -> float:
+    if kind == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / max(columns, 1)))

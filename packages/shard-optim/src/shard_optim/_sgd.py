@@ -1,0 +1,103 @@
+"""Stochastic gradient descent over flat runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shard_optim._flat import FlatOptimizer, Job
+from shard_optim._groups import Group, check_at_least_0
+from shard_optim._plan import Lane
+from shard_optim._slots import Slot
+from shard_optim._state import Saved
+
+_PLAIN: tuple[Slot, ...] = ()
+_WITH_MOMENTUM = (Slot("momentum_buffer"),)
+
+
+class SGD(FlatOptimizer):
+    """Gradient descent with momentum, one fused call per parameter group.
+
+    Results are those of ``torch.optim.SGD(fused=True)`` up to rounding, and have the same bits
+    however the parameters are sharded.
+
+    Args:
+        params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either, as
+            torch's optimizers take them.
+        lr: learning rate, at least 0; a number or a scalar tensor.
+        momentum: decay of the sum of gradients, at least 0. The first gradient is the sum as it
+            is.
+        dampening: what is left off each further gradient of the sum; 0.1 adds nine tenths.
+        weight_decay: times the parameter is added to the gradient, at least 0.
+        nesterov: look ahead by one more step of momentum; needs momentum and no dampening.
+        maximize: go up the gradient.
+
+    Raises:
+        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
+            twice, shares memory with another, is no leaf, has holes between its elements or is
+            not floating point.
+
+    **Collective**: local; nothing is ever sent.
+
+    **Memory**: one buffer of each parameter's piece where there is momentum.
+
+    **Source**: Sutskever et al., "On the importance of initialization and momentum in deep
+    learning", 2013.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        *,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+    ) -> None:
+        hyper = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, hyper)
+
+    def _check_hyper(self, group: Group, where: str) -> None:
+        check_at_least_0(group, ("lr", "momentum", "weight_decay"), where)
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError(
+                f"{where}expected momentum > 0 and dampening 0 with nesterov, got "
+                f"{group['momentum']} and {group['dampening']}"
+            )
+
+    def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
+        return _WITH_MOMENTUM if group["momentum"] else _PLAIN
+
+    def _adapt(self, source: Saved) -> Saved:
+        """Add the step, which torch does not count; where there is a buffer, one has been made."""
+        kept = {key: value for key, value in source.items() if value is not None}
+        return {"step": 1.0, **kept} if kept else {}
+
+    def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
+        group, lr = job.group, job.group["lr"]
+        device = lane.params.parts[0].device
+        with lane.changing():
+            torch._fused_sgd_(
+                lane.params.parts,
+                lane.join_grads(grads),
+                lane.slots["momentum_buffer"].parts if group["momentum"] else [],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=lr.to(device) if isinstance(lr, torch.Tensor) else lr,
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                is_first_step=lane.fresh and job.plan.age == 1,
+            )

@@ -1,0 +1,348 @@
+"""Sharding the state of any element-wise optimizer over replicated parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import deepcopy
+from typing import Any, overload
+
+import torch
+from torch.optim import Optimizer
+
+from shard_comm import Comm
+from shard_flat import ShardTensor
+from shard_optim._agree import CollectiveOptimizer
+from shard_optim._flat import FlatOptimizer
+from shard_optim._groups import check_params, labels_of, name_in, names_of, unpack
+from shard_optim._shelf import Shelf
+from shard_optim._state import hyper_of, keys_of, pack_groups
+
+_SCALARS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers, for a whole parameter
+_WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+
+
+class ShardedOptimizer(Optimizer):
+    """Any element-wise optimizer with its state cut over ranks that hold the same parameters.
+
+    Each rank updates its share of all parameters and holds the state of that share alone; then
+    the updated parameters are gathered, in one collective per dtype. Gradients must be the same on
+    all ranks when ``step`` is called, as DistributedDataParallel leaves them.
+
+    Parameters are moved into one buffer when the optimizer is made: the objects stay, what their
+    ``data`` was before is no longer theirs. Make it after the model is on its device.
+
+    Args:
+        params: plain parameters, ``(name, parameter)`` pairs, or groups of either.
+        optimizer_class: of ``torch.optim``, of this package, or of one's own; each element of a
+            parameter must be updated from that element's gradient and state alone.
+        comm: the ranks.
+        hyper: what ``optimizer_class`` takes besides parameters.
+
+    Raises:
+        TypeError: a parameter is no tensor.
+        ValueError: ``optimizer_class`` works on whole matrices or all parameters at once; a
+            parameter is sharded already; there are no parameters; one is listed twice, shares
+            memory with another, is no leaf, has holes between its elements or is not floating
+            point.
+
+    **Collective**: ``step``: one all_gather of the parameters per dtype; every rank must call.
+    Everything else is local.
+
+    **Memory**: the state of one rank's share, and one buffer that takes the place of the
+    parameters' own memory.
+
+    **Source**: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models", 2020.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        comm: Comm,
+        **hyper: Any,
+    ) -> None:
+        make: Callable[..., Optimizer] = optimizer_class
+        name = getattr(optimizer_class, "__name__", str(optimizer_class))
+        if name in _WHOLE or (
+            isinstance(optimizer_class, type) and issubclass(optimizer_class, CollectiveOptimizer)
+        ):
+            raise ValueError(
+                f"expected an element-wise optimizer, got {name}; shard the parameters with "
+                f"shard_tensor or shard-fsdp and use shard_optim's own, where there is one"
+            )
+        if not isinstance(params, torch.Tensor):
+            params = list(params)
+            if not params:
+                raise ValueError(
+                    "expected at least one parameter, got none; a generator gives its parameters "
+                    "only once"
+                )
+        self._comm = comm
+        self._shelves: list[Shelf] = []
+        self._pieces: dict[torch.Tensor, ShardTensor] = {}
+        self._inner: Optimizer | None = None
+        super().__init__(params, {})
+        self._shelve(self.param_groups)
+        groups = [self._inner_group(group) for group in self.param_groups]
+        inner = make(groups, **hyper)
+        self._inner = inner
+        self.defaults = inner.defaults
+        for group, other in zip(self.param_groups, inner.param_groups, strict=True):
+            group.update({**hyper_of(other), **hyper_of(group)})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Raise TypeError: the parameters' memory belongs to one optimizer."""
+        raise TypeError(
+            "a ShardedOptimizer holds its parameters' memory and its communicator and does not "
+            "copy or pickle; save its state_dict()"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with hyper-parameters of its own where it names any. Local.
+
+        Args:
+            param_group: ``"params"`` as in the constructor, and hyper-parameters.
+
+        Raises:
+            TypeError: as for the constructor.
+            ValueError: as for the constructor; nothing was added.
+        """
+        if not isinstance(param_group["params"], set):  # torch's own check refuses sets
+            entries = param_group["params"]
+            entries = [entries] if isinstance(entries, torch.Tensor) else list(entries)
+            param_group["params"] = entries
+            params, names = unpack(entries, self.param_groups)
+            for param, name in zip(params, names, strict=True):
+                if isinstance(param, ShardTensor):
+                    raise ValueError(
+                        f"{name}: expected a plain parameter, got a ShardTensor; give it to the "
+                        f"optimizer itself, whose state is sharded with it"
+                    )
+            check_params(params, names, self.param_groups)
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            group = self.param_groups[-1]
+            self._shelve([group])
+            self._inner.add_param_group(self._inner_group(group))
+            group.update({**hyper_of(self._inner.param_groups[-1]), **hyper_of(group)})
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update this rank's share of every parameter that has a gradient, and gather all.
+
+        Args:
+            closure: computes the loss anew, with gradients.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            ValueError: a gradient is sparse or of another dtype.
+            RuntimeError: a parameter was moved to other memory.
+
+        **Collective**: one all_gather per dtype.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check()
+        for shelf in self._shelves:
+            shelf.lend_grads()
+        inner = self._synced()
+        inner.step()
+        for piece in self._pieces.values():
+            piece.grad = None
+        for shelf in self._shelves:
+            shelf.gather()
+        for param, piece in self._pieces.items():
+            if piece in inner.state:
+                self.state[param] = inner.state[piece]
+        return loss
+
+    def state_dict(self, *, allocate: bool | Collection[str] = False) -> dict[str, Any]:
+        """Return state and hyper-parameters by parameter name, sharing memory with the optimizer.
+
+        Args:
+            allocate: make the state of parameters that have none yet, so that a checkpoint can be
+                loaded into it. True: of those that are to be trained. Names: also of frozen
+                parameters that are so called.
+
+        Returns:
+            ``{"state": {name: {...}}, "param_groups": [...]}``, where each group lists names under
+            ``"params"``. State with the shape of its parameter is ShardTensors.
+
+        Raises:
+            TypeError: ``allocate`` is one name.
+            ValueError: two parameters have one name.
+
+        **Collective**: local.
+        """
+        if isinstance(allocate, str):
+            raise TypeError(f"allocate: expected a collection of names, got {allocate!r}")
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        inner, names = self._synced(), names_of(self.param_groups)
+        if isinstance(inner, FlatOptimizer):
+            inner.state_dict(allocate=allocate)
+        elif allocate is not False:
+            named = () if allocate is True else allocate
+            for group in inner.param_groups:
+                for piece in group["params"]:
+                    wanted = piece.requires_grad or piece.spec.name in named
+                    if wanted and not inner.state.get(piece):
+                        inner.state[piece] = _blank_state(type(inner), group, piece)
+        result: dict[str, Any] = {
+            "state": {
+                names[param]: dict(inner.state[piece])
+                for param, piece in self._pieces.items()
+                if inner.state.get(piece)
+            },
+            "param_groups": pack_groups(self.param_groups, names),
+        }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, result)
+            result = result if changed is None else changed
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy state and hyper-parameters in, by name, or by position where there are no names.
+
+        Args:
+            state_dict: from ``state_dict()`` at the same world size or with full tensors, or that
+                of the optimizer by itself on the whole parameters.
+
+        Raises:
+            ValueError: groups or names differ, or a shape or a cut does not fit; nothing was
+                changed.
+
+        **Collective**: local.
+        """
+        saved = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, saved)
+            saved = saved if changed is None else changed
+        theirs = saved["param_groups"]
+        if len(theirs) != len(self.param_groups):
+            raise ValueError(
+                f"expected {len(self.param_groups)} parameter groups, got {len(theirs)}"
+            )
+        found: dict[ShardTensor, dict[str, Any]] = {}
+        for number, (group, other) in enumerate(zip(self.param_groups, theirs, strict=True)):
+            names = labels_of(group, number)
+            for param, name, key in zip(
+                group["params"], names, keys_of(other, group, number), strict=True
+            ):
+                source = saved["state"].get(key)
+                if source:
+                    piece = self._pieces[param]
+                    found[piece] = {k: _cut(name, k, v, piece) for k, v in source.items()}
+        inner = self._synced()
+        if isinstance(inner, FlatOptimizer):
+            state = {piece.spec.name: own for piece, own in found.items()}
+            named = [
+                {**other, "params": [self._pieces[p].spec.name for p in group["params"]]}
+                for group, other in zip(self.param_groups, theirs, strict=True)
+            ]
+            inner.load_state_dict({"state": state, "param_groups": named})
+            theirs = inner.param_groups
+        else:
+            inner.state.clear()
+            for piece, own in found.items():
+                inner.state[piece] = own
+        for group, other in zip(self.param_groups, theirs, strict=True):
+            group.update(deepcopy(hyper_of(other)))
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _shelve(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Move the parameters of groups that have no place yet, one buffer per dtype and device."""
+        names = {
+            param: name
+            for number, group in enumerate(self.param_groups)
+            for param, name in zip(group["params"], labels_of(group, number), strict=True)
+        }
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
+        for group in groups:
+            for param in group["params"]:
+                kinds.setdefault((param.dtype, param.device), []).append((names[param], param))
+        with torch.no_grad():
+            for named in kinds.values():
+                shelf = Shelf.of(named, self._comm)
+                self._shelves.append(shelf)
+                self._pieces.update(zip(shelf.params, shelf.pieces, strict=True))
+
+    def _inner_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        pieces = [self._pieces[param] for param in group["params"]]
+        return {**hyper_of(group), "params": pieces}
+
+    def _synced(self) -> Optimizer:
+        """The optimizer of the pieces, with the hyper-parameters that the groups have now."""
+        assert self._inner is not None
+        for group, other in zip(self.param_groups, self._inner.param_groups, strict=True):
+            other.update(hyper_of(group))
+        return self._inner
+
+    def _check(self) -> None:
+        for shelf in self._shelves:
+            moved = shelf.check_place()
+            if moved is not None:
+                raise RuntimeError(
+                    f"{moved}: its memory was replaced after the optimizer was made; make the "
+                    f"optimizer after the model has its device and dtype, and copy values in place"
+                )
+            for param in shelf.params:
+                grad = param.grad
+                if grad is None:
+                    continue
+                if grad.layout is not torch.strided or grad.dtype is not param.dtype:
+                    raise ValueError(
+                        f"{name_in(self.param_groups, param)}: expected a dense gradient of "
+                        f"{param.dtype}, got {grad.layout} of {grad.dtype}"
+                    )
+
+
+def _cut(name: str, key: str, value: Any, piece: ShardTensor) -> Any:
+    """This rank's share of one saved state tensor, in memory of its own."""
+    if not isinstance(value, torch.Tensor):
+        return deepcopy(value)
+    if isinstance(value, ShardTensor):
+        if not piece.spec.is_cut_like(value.spec, piece.comm.size):
+            raise ValueError(
+                f"{name}: {key} is a piece [{value.spec.start}, {value.spec.stop}) of another "
+                f"sharding; load it with shard_ckpt, which moves state between world sizes"
+            )
+        return piece.like(value.local.clone())
+    if key not in _SCALARS and value.shape == piece.shape:
+        own = value.reshape(-1)[piece.spec.start : piece.spec.stop]
+        return piece.like(own.to(piece.device, copy=True))
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name}: expected {key} of shape {tuple(piece.shape)}, got {tuple(value.shape)}"
+        )
+    return value.clone()
+
+
+@torch.no_grad()
+def _blank_state(
+    kind: Callable[..., Optimizer], group: Mapping[str, Any], piece: ShardTensor
+) -> dict[str, Any]:
+    """State as one step of zeros makes it, set to zero: a template to be read into."""
+    twin = torch.nn.Parameter(piece.like(torch.zeros_like(piece.local)))
+    twin.grad = piece.like(torch.zeros_like(piece.local))
+    optimizer = kind([{**{k: v for k, v in group.items() if k != "param_names"}, "params": [twin]}])
+    optimizer.step()
+    state = dict(optimizer.state[twin])
+    for value in state.values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    return state
