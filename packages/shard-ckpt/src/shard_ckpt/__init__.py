@@ -3,9 +3,12 @@
 from shard_ckpt._blocks import FileRecord
 from shard_ckpt._checkpointer import Checkpointer
 from shard_ckpt._errors import CheckpointError
+from shard_ckpt._hf_export import export_hf
+from shard_ckpt._hf_load import load_hf
 from shard_ckpt._index import Range, TensorRecord
 from shard_ckpt._inspect import CheckpointInfo, inspect, verify
 from shard_ckpt._load import load
+from shard_ckpt._naming import Naming
 from shard_ckpt._save import save
 from shard_ckpt._values import PerRank, RankValues
 
@@ -14,12 +17,15 @@ __all__ = [
     "CheckpointInfo",
     "Checkpointer",
     "FileRecord",
+    "Naming",
     "PerRank",
     "Range",
     "RankValues",
     "TensorRecord",
+    "export_hf",
     "inspect",
     "load",
+    "load_hf",
     "save",
     "verify",
 ]
