@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -79,7 +79,8 @@ def test_a_module_with_buffers_and_one_file(tmp_path: Path) -> None:
     assert {name: t.unique().item() for name, t in model.state_dict().items()} == dict.fromkeys(
         want, 4
     )
-    model.weight.data.zero_()
+    with torch.no_grad():
+        model.weight.zero_()
     load_hf(model, tmp_path / "any.safetensors")
     assert model.weight.tolist() == [4.0] * 3
 
@@ -154,7 +155,7 @@ def test_names_of_one_tensor_hold_the_same(tmp_path: Path) -> None:
     assert w.count_nonzero() == 0
 
 
-DAMAGE = {
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda f: os.unlink(f), r"model-00002-of-00002\.safetensors: missing"),
     "short": (lambda f: os.truncate(f, 200), r"00002-of-00002\.safetensors: expected \d+ bytes"),
     "swapped": (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,26 +13,23 @@ import torch
 
 from shard_ckpt import _posix
 from shard_ckpt._agree import agree, attempt
-from shard_ckpt._blocks import BLOCK_BYTES, block_range, write_file
-from shard_ckpt._check import Source, block_problem, check_header, open_checked
+from shard_ckpt._blocks import write_file
+from shard_ckpt._check import Source
 from shard_ckpt._draft import Draft, draft_path, sweep
 from shard_ckpt._errors import CheckpointError
+from shard_ckpt._hf_copy import copy_blocks, write_all
 from shard_ckpt._hf_folder import HF_STEM, INDEX_SUFFIX, SUFFIX, encode_weight_map
 from shard_ckpt._hf_layout import (
-    Copy,
     OutFile,
     choose_items,
     doubles,
     lay_out_files,
     parse_size,
-    plan_copies,
     weight_map,
 )
 from shard_ckpt._log import logger
 from shard_ckpt._marker import read_index
-from shard_ckpt._memory import bytes_of
 from shard_ckpt._naming import Naming
-from shard_ckpt._progress import Progress
 from shard_comm import Comm, comm_for
 
 _DRAFT_STEM = "export"
@@ -93,7 +89,8 @@ def export_hf(
             is left.
 
     **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
-    **Memory**: 16 MiB per rank, twice that where tensors are cast.
+    **Memory**: 16 MiB for each of up to four threads per rank, and as much again times the growth
+    of its elements where tensors are cast.
     """
     comm = comm_for(comm)
     folder = Path(path)
@@ -122,7 +119,7 @@ def export_hf(
                     f"{save_id}; export from a folder that all ranks share"
                 )
         place = draft_path(folder / _DRAFT_STEM, heard[0][1])
-        written = attempt(lambda: _write_own(mine, place, comm))
+        written = attempt(lambda: copy_blocks(mine.source, mine.files, place, comm=comm))
         agree(comm, written, share=lambda _: None, timeout_s=timeout_s)
         published = attempt(lambda: _publish(mine, folder))
         return agree(comm, published, share=lambda made: made, timeout_s=timeout_s)[0]
@@ -151,90 +148,11 @@ def _prepare_files(
         fd = _posix.create(draft.path / file.name)
         try:
             _posix.resize(fd, file.nbytes)
-            _write_at(fd, memoryview(file.header), 0)
+            write_all(fd, memoryview(file.header), 0)
             _posix.fsync(fd)
         finally:
             os.close(fd)
     return _Prepared(source, files, draft, export_id)
-
-
-def _write_own(mine: _Prepared, place: Path, comm: Comm) -> None:
-    """Do this rank's blocks: an equal run of all blocks that the export needs."""
-    copies = plan_copies(mine.files)
-    blocks = [(file, block) for file in sorted(copies) for block in _blocks_of(copies[file])]
-    low = len(blocks) * comm.rank // comm.size
-    high = len(blocks) * (comm.rank + 1) // comm.size
-    by_file: dict[int, list[int]] = {}
-    for file, block in blocks[low:high]:
-        by_file.setdefault(file, []).append(block)
-    progress = Progress(sum(len(numbers) for numbers in by_file.values()) * BLOCK_BYTES)
-    buffer = bytearray(BLOCK_BYTES)
-    raw = torch.frombuffer(buffer, dtype=torch.uint8)
-    outs: dict[int, int] = {}
-    try:
-        for file, numbers in by_file.items():
-            with open_checked(mine.source, file) as fd:
-                if numbers[0] == 0:
-                    check_header(mine.source, file, fd=fd)
-                for block in numbers:
-                    problem = block_problem(mine.source, file, fd=fd, block=block, buffer=buffer)
-                    if problem is not None:
-                        raise CheckpointError(problem)
-                    low, high = block_range(block, mine.source.index.files[file].nbytes)
-                    for copy, at, part in _parts(copies[file], raw[: high - low], low):
-                        if copy.out not in outs:
-                            outs[copy.out] = _posix.open_to_write(place / mine.files[copy.out].name)
-                        _write_at(outs[copy.out], bytes_of(part), at)
-                    progress.advance(BLOCK_BYTES)
-        for fd in outs.values():
-            _posix.fsync(fd)
-    finally:
-        for fd in outs.values():
-            os.close(fd)
-
-
-def _blocks_of(copies: Sequence[Copy]) -> list[int]:
-    """Return the blocks that copies read, and the first, which holds the header."""
-    numbers = {0}
-    for copy in copies:
-        if copy.offset < copy.stop:
-            numbers.update(range(copy.offset // BLOCK_BYTES, (copy.stop - 1) // BLOCK_BYTES + 1))
-    return sorted(numbers)
-
-
-def _parts(
-    copies: Sequence[Copy], block: torch.Tensor, low: int
-) -> Iterator[tuple[Copy, int, torch.Tensor]]:
-    """Yield what of each copy lies in a block, as it goes out, and the byte where it goes.
-
-    Blocks begin at multiples of every element size, so no element lies in two.
-
-    Args:
-        copies: those of the block's file.
-        block: uint8 ``[n]``.
-        low: where the block begins in its file.
-    """
-    high = low + block.numel()
-    for copy in copies[bisect_right(copies, low, key=_stop_of) :]:
-        if copy.offset >= high:
-            return
-        first, last = max(copy.offset, low), min(copy.stop, high)
-        if first < last:
-            at = copy.at + (first - copy.offset) // copy.stored.itemsize * copy.dtype.itemsize
-            part = block[first - low : last - low]
-            if copy.stored != copy.dtype:
-                part = part.view(copy.stored).to(copy.dtype)
-            yield copy, at, part
-
-
-def _stop_of(copy: Copy) -> int:
-    return copy.stop
-
-
-def _write_at(fd: int, view: memoryview, offset: int) -> None:
-    while len(view):
-        done = _posix.write_at(fd, view, offset)
-        view, offset = view[done:], offset + done
 
 
 def _publish(mine: _Prepared, folder: Path) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 
 Listener = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -23,7 +24,7 @@ def told_to(listener: Listener | None) -> Iterator[None]:
 
 
 class Progress:
-    """One piece of long work, done by the thread that made this object.
+    """One piece of long work, begun by the thread that makes this object; any may advance it.
 
     Args:
         total_bytes: how much there is to do.
@@ -33,10 +34,12 @@ class Progress:
         self._listener = _listener.get()
         self._total = total_bytes
         self._done = 0
+        self._lock = Lock()
         self.advance(0)
 
     def advance(self, nbytes: int) -> None:
         """Say that ``nbytes`` more are done. Local."""
-        self._done += nbytes
-        if self._listener is not None:
-            self._listener(self._done, self._total)
+        with self._lock:
+            self._done += nbytes
+            if self._listener is not None:
+                self._listener(self._done, self._total)
