@@ -2,6 +2,7 @@
 
 from shard_ckpt._blocks import FileRecord
 from shard_ckpt._checkpointer import Checkpointer
+from shard_ckpt._convert import convert
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_export import export_hf
 from shard_ckpt._hf_load import load_hf
@@ -22,6 +23,7 @@ __all__ = [
     "Range",
     "RankValues",
     "TensorRecord",
+    "convert",
     "export_hf",
     "inspect",
     "load",

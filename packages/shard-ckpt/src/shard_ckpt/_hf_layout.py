@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from shard_ckpt._dtypes import dtype_name, header_shape, torch_dtype
+from shard_ckpt._dtypes import dtype_name, header_shape
 from shard_ckpt._header import HeaderEntry, encode_header
 from shard_ckpt._hf_folder import HF_STEM, SUFFIX
 from shard_ckpt._index import Index, TensorRecord
 from shard_ckpt._naming import Naming
+from shard_ckpt._own_read import stored_dtype
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -134,7 +135,7 @@ def plan_copies(files: Sequence[OutFile]) -> dict[int, list[Copy]]:
     copies: dict[int, list[Copy]] = {}
     for out, file in enumerate(files):
         for item, offset in zip(file.items, file.offsets, strict=True):
-            stored = _stored_dtype(item.record)
+            stored = stored_dtype(item.record)
             for part in item.record.ranges:
                 stop = part.offset + (part.stop - part.start) * stored.itemsize
                 at = offset + part.start * item.dtype.itemsize
@@ -170,15 +171,8 @@ def _shard_name(number: int, count: int) -> str:
     return f"{HF_STEM}-{number:05d}-of-{count:05d}{SUFFIX}"
 
 
-def _stored_dtype(record: TensorRecord) -> torch.dtype:
-    dtype = torch_dtype(record.dtype)
-    if dtype is None:
-        raise AssertionError(f"{record.label}: dtype {record.dtype!r} was let through")
-    return dtype
-
-
 def _out_dtype(record: TensorRecord, cast: torch.dtype | None) -> torch.dtype:
-    stored = _stored_dtype(record)
+    stored = stored_dtype(record)
     if cast is None or not stored.is_floating_point or stored == cast:
         return stored
     try:
