@@ -10,6 +10,7 @@ from shard_ckpt._index import Range, TensorRecord
 from shard_ckpt._inspect import CheckpointInfo, inspect, verify
 from shard_ckpt._load import load
 from shard_ckpt._naming import Naming
+from shard_ckpt._reindex import reindex
 from shard_ckpt._save import save
 from shard_ckpt._values import PerRank, RankValues
 
@@ -28,6 +29,7 @@ __all__ = [
     "inspect",
     "load",
     "load_hf",
+    "reindex",
     "save",
     "verify",
 ]
