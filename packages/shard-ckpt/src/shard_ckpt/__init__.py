@@ -2,7 +2,9 @@
 
 from shard_ckpt._blocks import FileRecord
 from shard_ckpt._checkpointer import Checkpointer
+from shard_ckpt._cli import main
 from shard_ckpt._convert import convert
+from shard_ckpt._diff import Difference, diff
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_export import export_hf
 from shard_ckpt._hf_load import load_hf
@@ -18,6 +20,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "Checkpointer",
+    "Difference",
     "FileRecord",
     "Naming",
     "PerRank",
@@ -25,10 +28,12 @@ __all__ = [
     "RankValues",
     "TensorRecord",
     "convert",
+    "diff",
     "export_hf",
     "inspect",
     "load",
     "load_hf",
+    "main",
     "reindex",
     "save",
     "verify",

@@ -82,7 +82,7 @@ class Checkpointer:
             return []
         found = []
         for name in names:
-            reason = self._why_not(name)
+            reason = why_not_committed(self._dir / name)
             matched = _STEP.fullmatch(name)
             if reason is not None:
                 self._report(name, reason)
@@ -152,23 +152,23 @@ class Checkpointer:
             except OSError as exc:
                 logger.warning("%s: could not be removed (%s)", self.path(step), exc)
 
-    def _why_not(self, name: str) -> str | None:
-        """Return why a folder that looks like a step does not count; None if it does, or not."""
-        path = self._dir / name
-        if is_draft(name):
-            if not path.is_dir():
-                return None
-            live = draft_is_live(path)
-            return "a save is writing it" if live else "left by a save or removal that was cut off"
-        if _STEP.fullmatch(name) is None:
-            return None
-        try:
-            read_marker(path)
-        except (CheckpointError, OSError) as exc:
-            return str(exc)
-        return None
-
     def _report(self, name: str, reason: str) -> None:
         if name not in self._reported:
             self._reported.add(name)
             logger.warning("%s: skipped: %s", self._dir / name, reason)
+
+
+def why_not_committed(path: Path) -> str | None:
+    """Return why a folder that looks like a step does not count; None if it does, or not. Local."""
+    if is_draft(path.name):
+        if not path.is_dir():
+            return None
+        live = draft_is_live(path)
+        return "a save is writing it" if live else "left by a save or removal that was cut off"
+    if _STEP.fullmatch(path.name) is None:
+        return None
+    try:
+        read_marker(path)
+    except (CheckpointError, OSError) as exc:
+        return str(exc)
+    return None

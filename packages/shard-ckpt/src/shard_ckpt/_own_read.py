@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shard_ckpt._blocks import block_count
+from shard_ckpt._blocks import BLOCK_BYTES, block_count, block_range
 from shard_ckpt._check import Source, check_blocks
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._extras import read_values
@@ -18,8 +18,11 @@ from shard_ckpt._index import TensorId, TensorRecord
 from shard_ckpt._lazy import LazyTensors
 from shard_ckpt._marker import read_index
 from shard_ckpt._match import Target
+from shard_ckpt._progress import Progress
 from shard_ckpt._state import Leaf
 from shard_ckpt._values import RankValues, TensorRef
+
+_BLOCKS_AT_ONCE = 16  # between two reports of progress
 
 
 def read_own(path: Path, lazy: LazyTensors) -> dict[str, Any]:
@@ -33,12 +36,7 @@ def read_own(path: Path, lazy: LazyTensors) -> dict[str, Any]:
     """
     source = Source(path, read_index(path))
     values = read_values(path, source.index, rank=0, world_size=0)
-    blocks = {
-        at: range(block_count(file.nbytes))
-        for at, file in enumerate(source.index.files)
-        if file.name.endswith(TENSOR_SUFFIX)
-    }
-    check_blocks(source, blocks)
+    _check_all(source)
     made: dict[TensorId, torch.Tensor] = {}
 
     def tensor(ref: TensorRef) -> torch.Tensor:
@@ -71,6 +69,18 @@ def read_hf(path: Path, lazy: LazyTensors) -> dict[str, Any]:
             record.name: _stand_in(source, record, lazy) for record in source.index.tensors.values()
         }
     }
+
+
+def _check_all(source: Source) -> None:
+    """Check every tensor file; those of values were checked when they were read."""
+    progress = Progress(source.index.nbytes)
+    for number, file in enumerate(source.index.files):
+        if file.name.endswith(TENSOR_SUFFIX):
+            blocks = range(block_count(file.nbytes))
+            for at in range(0, len(blocks), _BLOCKS_AT_ONCE):
+                some = blocks[at : at + _BLOCKS_AT_ONCE]
+                check_blocks(source, {number: some})
+                progress.advance(block_range(some[-1], file.nbytes)[1] - at * BLOCK_BYTES)
 
 
 def read_record(source: Source, record: TensorRecord) -> torch.Tensor:
