@@ -1,5 +1,6 @@
 """Distributed safetensors checkpoints that any number of ranks can read."""
 
+from shard_ckpt._async import SaveHandle, save_async
 from shard_ckpt._blocks import FileRecord
 from shard_ckpt._checkpointer import Checkpointer
 from shard_ckpt._errors import CheckpointError
@@ -17,9 +18,11 @@ __all__ = [
     "PerRank",
     "Range",
     "RankValues",
+    "SaveHandle",
     "TensorRecord",
     "inspect",
     "load",
     "save",
+    "save_async",
     "verify",
 ]

@@ -76,6 +76,12 @@ def lay_out(entries: Iterable[Entry], origin: Origin) -> list[SectionFile]:
     Raises:
         ValueError: two tensors would be called the same in one file.
     """
+    ordered = order_entries(entries)
+    return [_lay_out_section(section, group, origin) for section, group in ordered.items()]
+
+
+def order_entries(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return each section's entries in the order in which a file holds them. Local."""
     storages: dict[tuple[torch.device, int], int] = {}
     sections: dict[str, list[tuple[tuple[int, int, int], Entry]]] = {}
     for entry in sorted(entries, key=lambda entry: entry.leaf.id):
@@ -85,10 +91,10 @@ def lay_out(entries: Iterable[Entry], origin: Origin) -> list[SectionFile]:
         size = tensor.element_size()
         at = int(tensor.storage_offset()) * size + (entry.start - entry.leaf.start) * size
         sections.setdefault(entry.leaf.section, []).append(((-size, number, at), entry))
-    result = []
+    result = {}
     for section, keyed in sorted(sections.items()):
         keyed.sort(key=lambda pair: pair[0])  # equal keys stay in the order of names
-        result.append(_lay_out_section(section, [entry for _, entry in keyed], origin))
+        result[section] = [entry for _, entry in keyed]
     return result
 
 
@@ -105,7 +111,7 @@ def write_section(folder: Path, layout: SectionFile) -> FileRecord:
     windows: dict[torch.device, Windows] = {}
     try:
         writer.feed(memoryview(layout.header))
-        for run in joined_runs(_pieces(layout.entries)):
+        for run in joined_runs(pieces_of(layout.entries)):
             if run.device.type == "cpu":
                 writer.feed(bytes_of(run), owner=run)
                 continue
@@ -119,7 +125,11 @@ def write_section(folder: Path, layout: SectionFile) -> FileRecord:
         writer.abandon()
 
 
-def _pieces(entries: Sequence[Entry]) -> Iterator[torch.Tensor]:
+def pieces_of(entries: Sequence[Entry]) -> Iterator[torch.Tensor]:
+    """Yield the elements of each entry, contiguous and flat. Local.
+
+    **Memory**: views, but a copy of the tensor where it is not contiguous.
+    """
     for entry in entries:
         first = entry.leaf.start
         yield flat_range(entry.leaf.tensor, start=entry.start - first, stop=entry.stop - first)
