@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._load import load
 from shard_ckpt._log import logger
 from shard_ckpt._marker import read_marker
+from shard_ckpt._rename import Rename
 from shard_ckpt._save import save
 from shard_comm import Comm
 
@@ -134,6 +135,8 @@ class Checkpointer:
         step: int | None = None,
         strict: bool = True,
         cast: bool = False,
+        rename: Rename | None = None,
+        only: Sequence[str] | None = None,
     ) -> tuple[int, dict[str, Any]] | None:
         """Load a step, by default the newest committed one as rank 0 sees it; see ``load``.
 
@@ -144,6 +147,8 @@ class Checkpointer:
             step: which step.
             strict: as for ``load``.
             cast: as for ``load``.
+            rename: as for ``load``.
+            only: as for ``load``.
 
         Returns:
             The step and what ``load`` returns; None, with ``state`` untouched, if there is no
@@ -167,6 +172,8 @@ class Checkpointer:
             comm=self._comm,
             strict=strict,
             cast=cast,
+            rename=rename,
+            only=only,
             timeout_s=self._timeout_s,
         )
         return choice, loaded
