@@ -20,6 +20,9 @@ from shard_ckpt._header import Header, header_length, parse_header
 from shard_ckpt._index import Index, TensorRecord
 from shard_ckpt._match import Read
 
+CHECK_BYTES = 512 << 10
+"""How much is read at a time to be checked: little enough to stay in a core's cache."""
+
 Intervals = dict[int, list[tuple[int, int]]]
 """Per file: sorted disjoint runs of blocks, first and last."""
 
@@ -117,9 +120,9 @@ def check_blocks(source: Source, blocks: Mapping[int, Sequence[int]]) -> None:
         CheckpointError: a file is missing, has another size, a block another checksum, or the
             header says something else than the index.
 
-    **Memory**: one block.
+    **Memory**: 512 KiB.
     """
-    buffer = bytearray(BLOCK_BYTES)
+    buffer = bytearray(CHECK_BYTES)
     for file, numbers in sorted(blocks.items()):
         with open_checked(source, file) as fd:
             for block in numbers:
@@ -160,14 +163,19 @@ def open_checked(source: Source, file: int) -> Iterator[int]:
 def block_problem(
     source: Source, file: int, *, fd: int, block: int, buffer: bytearray
 ) -> str | None:
-    """Return what is wrong with one block of an open file; None if nothing is. Local."""
+    """Return what is wrong with one block of an open file; None if nothing is.
+
+    The block passes through ``buffer``, of any size, piece by piece. Local.
+    """
     record = source.index.files[file]
     low, high = block_range(block, record.nbytes)
-    view = memoryview(buffer)[: high - low]
     path = source.folder / record.name
-    if not read_exactly(fd, [view], offset=low):
-        return f"{path}: ends before byte {high}, expected {record.nbytes} bytes"
-    found = zlib.crc32(view)
+    found = 0
+    for at in range(low, high, len(buffer)):
+        view = memoryview(buffer)[: min(len(buffer), high - at)]
+        if not read_exactly(fd, [view], offset=at):
+            return f"{path}: ends before byte {high}, expected {record.nbytes} bytes"
+        found = zlib.crc32(view, found)
     if found == record.crcs[block]:
         return None
     return (

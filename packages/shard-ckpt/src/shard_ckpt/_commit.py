@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shard_ckpt._agree import Outcome, agree, attempt
+from shard_ckpt._behind import Behind
 from shard_ckpt._blocks import FileRecord
 from shard_ckpt._draft import Draft, draft_path, sweep
 from shard_ckpt._errors import CheckpointError
@@ -190,11 +191,16 @@ def _write_own(mine: Prepared, folder: Path, hellos: Sequence[_Hello], comm: Com
     shares = shares_of([hello.held for hello in hellos], comm.rank)
     entries = plan_entries(mine.holdings, rank=comm.rank, world_size=comm.size, shares=shares)
     numbers = {leaf.id: number for number, leaf in enumerate(mine.leaves)}
-    files: list[FileRecord] = []
+    written: list[Behind[FileRecord]] = []
     ranges: list[tuple[int, Range]] = []
-    for layout in lay_out(entries, origin):
-        ranges.extend((numbers[tensor], part) for tensor, part in layout.ranges(len(files)))
-        files.append(write_section(folder, layout))
+    try:
+        for layout in lay_out(entries, origin):
+            ranges.extend((numbers[tensor], part) for tensor, part in layout.ranges(len(written)))
+            written.append(write_section(folder, layout))
+        files = [file.result() for file in written]
+    finally:
+        for file in written:
+            file.join()
     if mine.extras is not None:
         files.append(write_extras(folder, mine.extras, origin=origin))
     if files:

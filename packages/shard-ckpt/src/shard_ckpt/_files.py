@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shard_ckpt._behind import Behind
 from shard_ckpt._blocks import BlockWriter, FileRecord
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._header import HeaderEntry, encode_header
@@ -98,8 +99,11 @@ def order_entries(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     return result
 
 
-def write_section(folder: Path, layout: SectionFile) -> FileRecord:
-    """Write one file and make it durable. Local.
+def write_section(folder: Path, layout: SectionFile) -> Behind[FileRecord]:
+    """Write one file; it is made durable while the caller goes on. Local.
+
+    Returns:
+        What the index should say of the file, once it is durable.
 
     Raises:
         OSError: it exists, or writing failed.
@@ -120,9 +124,10 @@ def write_section(folder: Path, layout: SectionFile) -> FileRecord:
             for view in windows[run.device].read_out(run):
                 writer.feed(view)
                 writer.flush()  # the next window but one overwrites it
-        return writer.finish()
-    finally:
+        return writer.finish_behind()
+    except BaseException:
         writer.abandon()
+        raise
 
 
 def pieces_of(entries: Sequence[Entry]) -> Iterator[torch.Tensor]:
