@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from shard_ckpt import _posix
 from shard_ckpt._behind import Behind
+from shard_ckpt._crc import crc32
 
 BLOCK_BYTES = 16 << 20
 """A checksum stands for this many bytes of a file; the last block may be shorter."""
@@ -68,7 +68,7 @@ class BlockWriter:
         while at < len(view):
             part = view[at : at + self._room]
             at += len(part)
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = crc32(part, self._crc)
             self._pending.append(part)
             self._room -= len(part)
             self._nbytes += len(part)

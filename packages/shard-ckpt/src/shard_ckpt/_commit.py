@@ -14,6 +14,7 @@ from typing import Any
 from shard_ckpt._agree import Outcome, agree, attempt
 from shard_ckpt._behind import Behind
 from shard_ckpt._blocks import FileRecord
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._draft import Draft, draft_path, sweep
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import encode_extras, write_extras
@@ -87,6 +88,7 @@ class Manifest:
     ranges: tuple[tuple[int, Range], ...]
 
 
+@collector_paused()
 def prepare(state: Mapping[str, Any], *, comm: Comm) -> Prepared:
     """Take a state apart and check all that one rank can check. Local.
 
@@ -154,6 +156,7 @@ def _open_draft(
     return _Opened(prepared, stack.enter_context(Draft(target, save_id)), save_id)
 
 
+@collector_paused()
 def _hello(opened: _Opened, path: str | os.PathLike[str]) -> _Hello:
     prepared = opened.prepared
     structure = digest_of(prepared.rows())
@@ -189,12 +192,14 @@ def _check_alike(
 def _write_own(mine: Prepared, folder: Path, hellos: Sequence[_Hello], comm: Comm) -> Manifest:
     origin = Origin(hellos[0].save_id, comm.rank, comm.size)
     shares = shares_of([hello.held for hello in hellos], comm.rank)
-    entries = plan_entries(mine.holdings, rank=comm.rank, world_size=comm.size, shares=shares)
-    numbers = {leaf.id: number for number, leaf in enumerate(mine.leaves)}
+    with collector_paused():
+        numbers = {leaf.id: number for number, leaf in enumerate(mine.leaves)}
+        entries = plan_entries(mine.holdings, rank=comm.rank, world_size=comm.size, shares=shares)
+        layouts = lay_out(entries, origin)
     written: list[Behind[FileRecord]] = []
     ranges: list[tuple[int, Range]] = []
     try:
-        for layout in lay_out(entries, origin):
+        for layout in layouts:
             ranges.extend((numbers[tensor], part) for tensor, part in layout.ranges(len(written)))
             written.append(write_section(folder, layout))
         files = [file.result() for file in written]
@@ -226,6 +231,7 @@ def _publish(mine: _Opened, manifests: Sequence[Manifest]) -> int:
     return index.nbytes
 
 
+@collector_paused()
 def build_index(leaves: Sequence[Leaf], save_id: str, *, manifests: Sequence[Manifest]) -> Index:
     """Put together what the ranks wrote. Local.
 

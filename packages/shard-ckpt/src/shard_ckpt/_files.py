@@ -12,6 +12,7 @@ import torch
 
 from shard_ckpt._behind import Behind
 from shard_ckpt._blocks import BlockWriter, FileRecord
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._header import HeaderEntry, encode_header
 from shard_ckpt._index import FORMAT_VERSION, Range, TensorId
@@ -21,6 +22,9 @@ from shard_ckpt._plan import Entry
 from shard_ckpt._staging import Windows
 
 TENSOR_SUFFIX = ".safetensors"
+
+SMALL_BYTES = 64 << 10
+"""Storages with fewer bytes to store go to the front of a file."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ def lay_out(entries: Iterable[Entry], origin: Origin) -> list[SectionFile]:
     """Lay a rank's entries out in one file per section. Local.
 
     Wide dtypes come first, so that every tensor is aligned without padding. Within a width,
+    storages of which less than ``SMALL_BYTES`` are stored come first, so that what every rank
+    wants, step counters say, lies in the block of the header, which every rank wants too. Then
     tensors follow one another as they do in memory, so that neighbours in a flat buffer are
     neighbours in the file; storages in the order of the first name in them.
 
@@ -81,19 +87,28 @@ def lay_out(entries: Iterable[Entry], origin: Origin) -> list[SectionFile]:
     return [_lay_out_section(section, group, origin) for section, group in ordered.items()]
 
 
+@collector_paused()
 def order_entries(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Return each section's entries in the order in which a file holds them. Local."""
-    storages: dict[tuple[torch.device, int], int] = {}
-    sections: dict[str, list[tuple[tuple[int, int, int], Entry]]] = {}
+    numbers: dict[tuple[torch.device, int], int] = {}
+    sections: dict[str, list[tuple[int, Entry]]] = {}
+    nbytes: dict[tuple[str, int], int] = {}
     for entry in sorted(entries, key=lambda entry: entry.leaf.id):
-        tensor = entry.leaf.tensor
+        tensor, section = entry.leaf.tensor, entry.leaf.section
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        number = storages.setdefault(storage, len(storages))
+        number = numbers.setdefault(storage, len(numbers))
+        sections.setdefault(section, []).append((number, entry))
+        nbytes[section, number] = nbytes.get((section, number), 0) + entry.nbytes
+
+    def place(section: str, number: int, entry: Entry) -> tuple[int, bool, int, int]:
+        tensor = entry.leaf.tensor
         size = tensor.element_size()
-        at = int(tensor.storage_offset()) * size + (entry.start - entry.leaf.start) * size
-        sections.setdefault(entry.leaf.section, []).append(((-size, number, at), entry))
+        at = int(tensor.storage_offset()) + entry.start - entry.leaf.start
+        return -size, nbytes[section, number] >= SMALL_BYTES, number, at * size
+
     result = {}
-    for section, keyed in sorted(sections.items()):
+    for section, numbered in sorted(sections.items()):
+        keyed = [(place(section, number, entry), entry) for number, entry in numbered]
         keyed.sort(key=lambda pair: pair[0])  # equal keys stay in the order of names
         result[section] = [entry for _, entry in keyed]
     return result

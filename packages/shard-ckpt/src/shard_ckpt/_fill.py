@@ -10,6 +10,7 @@ import torch
 
 from shard_ckpt._blocks import read_exactly
 from shard_ckpt._check import Source, open_checked
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._match import Read, Target
 from shard_ckpt._memory import bytes_of, flat_range, is_flat
@@ -49,6 +50,7 @@ def _is_direct(target: Target) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == target.stored_dtype
 
 
+@collector_paused()
 def _sorted_reads(targets: Iterable[Target]) -> list[Read]:
     reads = [read for target in targets for read in target.reads() if read.nbytes]
     return sorted(reads, key=lambda read: (read.file, read.offset))

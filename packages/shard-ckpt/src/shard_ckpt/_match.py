@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._index import Index, TensorId, TensorRecord
 from shard_ckpt._log import logger
@@ -61,6 +62,7 @@ class Read(NamedTuple):
     at: int
 
 
+@collector_paused()
 def match(
     leaves: Sequence[Leaf],
     index: Index,
