@@ -1,5 +1,6 @@
 """Distributed safetensors checkpoints that any number of ranks can read."""
 
+from shard_ckpt._async import SaveHandle, save_async
 from shard_ckpt._blocks import FileRecord
 from shard_ckpt._checkpointer import Checkpointer
 from shard_ckpt._cli import main
@@ -26,6 +27,7 @@ __all__ = [
     "PerRank",
     "Range",
     "RankValues",
+    "SaveHandle",
     "TensorRecord",
     "convert",
     "diff",
@@ -36,5 +38,6 @@ __all__ = [
     "main",
     "reindex",
     "save",
+    "save_async",
     "verify",
 ]

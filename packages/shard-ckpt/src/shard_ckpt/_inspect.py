@@ -10,8 +10,15 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from shard_ckpt._blocks import BLOCK_BYTES, FileRecord, block_range
-from shard_ckpt._check import Source, block_problem, check_header, open_checked, strangers
+from shard_ckpt._blocks import FileRecord, block_range
+from shard_ckpt._check import (
+    CHECK_BYTES,
+    Source,
+    block_problem,
+    check_header,
+    open_checked,
+    strangers,
+)
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import read_values, without_tensors
 from shard_ckpt._files import TENSOR_SUFFIX
@@ -78,7 +85,7 @@ def verify(path: str | os.PathLike[str]) -> tuple[str, ...]:
         FileNotFoundError: there is no such folder.
         OSError: reading failed.
 
-    **Memory**: 16 MiB.
+    **Memory**: 512 KiB.
     """
     folder = Path(path)
     try:
@@ -86,7 +93,7 @@ def verify(path: str | os.PathLike[str]) -> tuple[str, ...]:
     except CheckpointError as exc:
         return (str(exc),)
     problems = []
-    buffer = bytearray(BLOCK_BYTES)
+    buffer = bytearray(CHECK_BYTES)
     progress = Progress(source.index.nbytes)
     for file in range(len(source.index.files)):
         try:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shard_ckpt._blocks import BLOCK_BYTES, BlockWriter, FileRecord
+from shard_ckpt._commit import Manifest, build_index
 from shard_ckpt._draft import Draft, sweep
 from shard_ckpt._extras import encode_extras, write_extras
 from shard_ckpt._files import Origin, SectionFile, lay_out
@@ -18,7 +19,6 @@ from shard_ckpt._memory import bytes_of, flat_range
 from shard_ckpt._plan import group_leaves, plan_entries
 from shard_ckpt._posix import sync_folder
 from shard_ckpt._progress import Progress
-from shard_ckpt._save import Manifest, build_index
 from shard_ckpt._state import flatten
 
 Read = Callable[[], torch.Tensor]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shard_ckpt._blocks import BLOCK_BYTES, FileRecord, block_range, read_exactly
+from shard_ckpt._crc import crc32
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import extras_name, is_extras, read_values
@@ -145,7 +145,7 @@ def _read_file(path: Path, progress: Progress) -> FileRecord:
             low, high = block_range(block, nbytes)
             if not read_exactly(file.fileno(), [buffer[: high - low]], offset=low):
                 raise CheckpointError(f"{path}: got shorter while it was being read")
-            crcs.append(zlib.crc32(buffer[: high - low]))
+            crcs.append(crc32(buffer[: high - low]))
             progress.advance(high - low)
     return FileRecord(path.name, nbytes, tuple(crcs))
 
