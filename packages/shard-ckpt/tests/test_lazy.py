@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +17,14 @@ from shard_testing import STORED_DTYPES
 def test_tensors_are_read_one_after_another(tmp_path: Path) -> None:
     lazy = LazyTensors()
     order: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
 
     def reader(number: int) -> torch.Tensor:
+        assert all(tensor() is None for tensor in made), "two tensors are in memory"
         order.append(number)
-        return torch.full((3, 2), number)
+        tensor = torch.full((3, 2), number)
+        made.append(weakref.ref(tensor))
+        return tensor
 
     model = {str(n): lazy.add(torch.int64, (3, 2), partial(reader, n)) for n in range(4)}
     assert all(tensor.untyped_storage().nbytes() == 8 for tensor in model.values())

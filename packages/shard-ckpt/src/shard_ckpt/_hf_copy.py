@@ -14,8 +14,15 @@ from pathlib import Path
 import torch
 
 from shard_ckpt import _posix
-from shard_ckpt._blocks import BLOCK_BYTES, block_range
-from shard_ckpt._check import Source, block_problem, check_header, open_checked
+from shard_ckpt._blocks import BLOCK_BYTES, block_range, read_exactly
+from shard_ckpt._check import (
+    CHECK_BYTES,
+    Source,
+    block_problem,
+    check_header,
+    open_checked,
+)
+from shard_ckpt._crc import crc32
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_layout import Copy, OutFile, plan_copies
 from shard_ckpt._memory import bytes_of
@@ -38,15 +45,18 @@ def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: 
         CheckpointError: a block or header is not as the index says.
         OSError: reading or writing failed.
 
-    **Memory**: a block per thread, of which there are up to four where cores allow; twice that
-    where tensors are cast.
+    **Memory**: 512 KiB per thread, of which there are up to four where cores allow, and what comes
+    of them where tensors are cast.
     """
     copies = plan_copies(files)
     blocks = [(file, block) for file in sorted(copies) for block in _blocks_of(copies[file])]
     mine = _part(blocks, comm.rank, comm.size)
     threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // comm.size))
     _ = source.entries  # made once, before threads ask for it
-    work = _Work(source, files, place, copies, Progress(len(mine) * BLOCK_BYTES))
+    sizes = [source.index.files[file].nbytes for file, _ in mine]
+    spans = [block_range(block, size) for (_, block), size in zip(mine, sizes, strict=True)]
+    progress = Progress(sum(high - low for low, high in spans))
+    work = _Work(source, files, place, copies, progress)
     if threads == 1:
         work.run(mine)
         return
@@ -72,9 +82,8 @@ class _Work:
     progress: Progress
 
     def run(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, each after its checksum was compared."""
-        buffer = bytearray(BLOCK_BYTES)
-        raw = torch.frombuffer(buffer, dtype=torch.uint8)
+        """Copy blocks. One that turns out to be altered ends the export, so nobody sees it."""
+        raw = torch.empty(CHECK_BYTES, dtype=torch.uint8)
         outs: dict[int, int] = {}
         with ExitStack() as stack:
             for file, group in groupby(blocks, key=lambda pair: pair[0]):
@@ -82,19 +91,36 @@ class _Work:
                 for _, block in group:
                     if block == 0:
                         check_header(self.source, file, fd=fd)
-                    problem = block_problem(self.source, file, fd=fd, block=block, buffer=buffer)
-                    if problem is not None:
-                        raise CheckpointError(problem)
-                    low, high = block_range(block, self.source.index.files[file].nbytes)
-                    for copy, at, part in _parts(self.copies[file], raw[: high - low], low):
-                        if copy.out not in outs:
-                            path = self.place / self.files[copy.out].name
-                            outs[copy.out] = _posix.open_to_write(path)
-                            stack.callback(os.close, outs[copy.out])
-                        write_all(outs[copy.out], bytes_of(part), at)
-                    self.progress.advance(BLOCK_BYTES)
+                    for low, piece in self._pieces(file, block, fd, raw):
+                        for copy, at, part in _parts(self.copies[file], piece, low):
+                            if copy.out not in outs:
+                                path = self.place / self.files[copy.out].name
+                                outs[copy.out] = _posix.open_to_write(path)
+                                stack.callback(os.close, outs[copy.out])
+                            write_all(outs[copy.out], bytes_of(part), at)
             for fd in outs.values():
                 _posix.fsync(fd)
+
+    def _pieces(
+        self, file: int, block: int, fd: int, raw: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield a block's bytes and where they begin, then compare their checksum."""
+        record = self.source.index.files[file]
+        path = self.source.folder / record.name
+        low, high = block_range(block, record.nbytes)
+        crc = 0
+        for at in range(low, high, CHECK_BYTES):
+            piece = raw[: min(CHECK_BYTES, high - at)]
+            view = bytes_of(piece)
+            if not read_exactly(fd, [view], offset=at):
+                raise CheckpointError(f"{path}: got shorter while it was being read")
+            crc = crc32(view, crc)
+            yield at, piece
+            self.progress.advance(len(view))
+        if crc != record.crcs[block]:
+            buffer = bytearray(CHECK_BYTES)  # read it again to say what lies there
+            problem = block_problem(self.source, file, fd=fd, block=block, buffer=buffer)
+            raise CheckpointError(problem or f"{path}: changed while it was being read")
 
 
 def _part(blocks: Sequence[tuple[int, int]], number: int, count: int) -> Sequence[tuple[int, int]]:
@@ -111,25 +137,25 @@ def _blocks_of(copies: Sequence[Copy]) -> list[int]:
 
 
 def _parts(
-    copies: Sequence[Copy], block: torch.Tensor, low: int
+    copies: Sequence[Copy], piece: torch.Tensor, low: int
 ) -> Iterator[tuple[Copy, int, torch.Tensor]]:
-    """Yield what of each copy lies in a block, as it goes out, and the byte where it goes.
+    """Yield what of each copy lies in a piece, as it goes out, and the byte where it goes.
 
-    Blocks begin at multiples of every element size, so no element lies in two.
+    Pieces begin at multiples of every element size, so no element lies in two.
 
     Args:
-        copies: those of the block's file.
-        block: uint8 ``[n]``.
-        low: where the block begins in its file.
+        copies: those of the piece's file.
+        piece: uint8 ``[n]``.
+        low: where the piece begins in its file.
     """
-    high = low + block.numel()
+    high = low + piece.numel()
     for copy in copies[bisect_right(copies, low, key=_stop_of) :]:
         if copy.offset >= high:
             return
         first, last = max(copy.offset, low), min(copy.stop, high)
         if first < last:
             at = copy.at + (first - copy.offset) // copy.stored.itemsize * copy.dtype.itemsize
-            part = block[first - low : last - low]
+            part = piece[first - low : last - low]
             if copy.stored != copy.dtype:
                 part = part.view(copy.stored).to(copy.dtype)
             yield copy, at, part

@@ -62,8 +62,8 @@ def export_hf(
 
     Needs the checkpoint alone, not the model's code, and runs on any number of ranks. The files'
     headers and sizes follow from the index, so rank 0 makes them whole at first; then each rank
-    reads its share of the checkpoint's 16 MiB blocks, compares their checksums, and writes what
-    they hold where it belongs. The files get their names last.
+    reads its share of the checkpoint's 16 MiB blocks, writes what they hold where it belongs, and
+    compares their checksums. The files get their names last.
 
     Args:
         ckpt: a folder that ``save`` made.
@@ -89,8 +89,8 @@ def export_hf(
             is left.
 
     **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
-    **Memory**: 16 MiB for each of up to four threads per rank, and as much again times the growth
-    of its elements where tensors are cast.
+    **Memory**: 512 KiB for each of up to four threads per rank, and what comes of it where tensors
+    are cast.
     """
     comm = comm_for(comm)
     folder = Path(path)

@@ -16,7 +16,7 @@ from shard_ckpt._extras import encode_extras, write_extras
 from shard_ckpt._files import Origin, SectionFile, lay_out
 from shard_ckpt._index import Range
 from shard_ckpt._memory import bytes_of, flat_range
-from shard_ckpt._plan import group_leaves, plan_entries
+from shard_ckpt._plan import Entry, group_leaves, plan_entries
 from shard_ckpt._posix import sync_folder
 from shard_ckpt._progress import Progress
 from shard_ckpt._state import flatten
@@ -102,14 +102,19 @@ def _write_section(
     try:
         writer.feed(memoryview(layout.header))
         for entry in layout.entries:
-            tensor = lazy.read(entry.leaf.source)
-            whole = flat_range(tensor, start=entry.start, stop=entry.stop)
-            view = bytes_of(whole)
-            for at in range(0, len(view), BLOCK_BYTES):
-                part = view[at : at + BLOCK_BYTES]
-                writer.feed(part, owner=whole)
-                progress.advance(len(part))
-            writer.flush()  # so that the next tensor finds this one gone
+            _feed(writer, entry, lazy, progress)
         return writer.finish()
     finally:
         writer.abandon()
+
+
+def _feed(writer: BlockWriter, entry: Entry, lazy: LazyTensors, progress: Progress) -> None:
+    """Read and write one tensor; nothing holds it when this returns."""
+    tensor = lazy.read(entry.leaf.source)
+    whole = flat_range(tensor, start=entry.start, stop=entry.stop)
+    view = bytes_of(whole)
+    for at in range(0, len(view), BLOCK_BYTES):
+        part = view[at : at + BLOCK_BYTES]
+        writer.feed(part, owner=whole)
+        progress.advance(len(part))
+    writer.flush()
