@@ -60,6 +60,18 @@ def test_ls(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(table["skipped"]) == 2
 
 
+def test_ls_goes_on_past_damaged_markers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "step-00000020").rename(run_dir / "best")
+    for name in ("best", "step-00000010"):
+        (run_dir / name / "COMMITTED").write_bytes(b"{}")
+    status, table = call_json(capsys, "ls", run_dir)
+    assert status == 0
+    assert [row["name"][-2:] for row in table["checkpoints"]] == ["30", "40"]
+    skipped = {row["name"]: row["reason"] for row in table["skipped"]}
+    assert "expected format version 1, got None" in skipped["best"]
+    assert "expected format version 1, got None" in skipped["step-00000010"]
+
+
 def test_inspect(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = call(capsys, "inspect", run_dir / "step-00000040")
     lines = out.splitlines()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shard_ckpt import CheckpointError, PerRank, convert, inspect, load, save, verify
+from shard_ckpt._dcp_read import _overlap
 from shard_comm import Comm, SoloComm
 from shard_flat import shard_tensor
 from shard_testing import run_ranks, run_threads
@@ -221,6 +222,33 @@ def test_dcp_metadata_that_does_not_cover_is_refused(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"a\.w: a chunk at \(0, 0\) of \(7, 5\) is not"):
         convert(folder, tmp_path / "c")
+
+
+def test_dcp_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
+    folder = make_dcp(tmp_path / "d")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    stored = metadata.state_dict_metadata["model.a.w"]
+    (chunk,) = stored.chunks
+    top, bottom = [type(chunk)(torch.Size((r, 0)), torch.Size((4, 5))) for r in (0, 3)]
+    stored.chunks, stored.size = [bottom, top], torch.Size((8, 5))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"chunks at \(0, 0\) and \(3, 0\) hold the same"):
+        convert(folder, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "found"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3)), ((0, 3), (4, 2))], None),
+        ([((0, 0), (3, 3)), ((2, 2), (2, 3))], ((0, 0), (2, 2))),
+        ([((0, 0), (3, 3)), ((1, 1), (0, 3))], None),
+        ([((), ())], None),
+        ([((), ()), ((), ())], ((), ())),
+        ([], None),
+    ],
+)
+def test_overlaps_are_found(chunks: list[Any], found: Any) -> None:
+    assert _overlap(chunks) == found
 
 
 def sharded_checkpoint(path: Path, world_size: int) -> Path:

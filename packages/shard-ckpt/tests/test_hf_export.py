@@ -248,3 +248,20 @@ def test_there_and_back(ckpt: Path, tmp_path: Path) -> None:
     got = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
     load_hf(got, tmp_path / "hf")
     assert_same(got, want)
+
+
+def test_two_exports_into_one_folder(
+    ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hf"
+    fsync = _posix.fsync
+
+    def other_first(fd: int) -> None:
+        fsync(fd)
+        (folder / "model.safetensors").write_bytes(b"theirs")
+
+    monkeypatch.setattr(_posix, "fsync", other_first)
+    with pytest.raises(FileExistsError, match=r"model\.safetensors: made by somebody else"):
+        export_hf(ckpt, folder)
+    assert (folder / "model.safetensors").read_bytes() == b"theirs"
+    assert os.listdir(folder) == ["model.safetensors"]

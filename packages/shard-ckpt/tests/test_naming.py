@@ -43,3 +43,10 @@ def test_ties_do_not_form_chains() -> None:
 def test_strip_is_no_single_string() -> None:
     with pytest.raises(TypeError, match="expected a tuple of components, got '_orig_mod'"):
         Naming(strip="_orig_mod")  # type: ignore[arg-type]
+
+
+def test_a_name_needs_something_left() -> None:
+    with pytest.raises(ValueError, match="the model: _orig_mod cannot be called ''"):
+        Naming(strip=("_orig_mod",)).table(["_orig_mod"], what="the model")
+    with pytest.raises(ValueError, match="the model: a cannot be called '__metadata__'"):
+        Naming(rename={"a": "__metadata__"}).table(["a"], what="the model")

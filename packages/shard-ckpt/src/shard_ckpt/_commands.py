@@ -12,6 +12,7 @@ from shard_ckpt._checkpointer import Checkpointer, why_not_committed
 from shard_ckpt._convert import convert
 from shard_ckpt._diff import diff
 from shard_ckpt._draft import discard, is_draft, sweep
+from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_export import export_hf
 from shard_ckpt._inspect import inspect, verify
 from shard_ckpt._marker import MARKER_NAME, read_marker
@@ -47,11 +48,16 @@ def list_folder(path: Path) -> Reply:
     skipped: list[dict[str, str]] = []
     for name in sorted(os.listdir(path)):
         folder = path / name
-        if (folder / MARKER_NAME).is_file() and not is_draft(name):
-            marker = read_marker(folder)
-            row = {"name": name, "bytes": marker.nbytes, "files": marker.files}
-            found.append({**row, "world_size": marker.world_size, "save_id": marker.save_id})
-        elif (reason := why_not_committed(folder)) is not None:
+        reason = why_not_committed(folder)
+        if reason is None and not is_draft(name) and (folder / MARKER_NAME).is_file():
+            try:
+                marker = read_marker(folder)
+            except CheckpointError as exc:  # of a folder that is not called like a step
+                reason = str(exc)
+            else:
+                row = {"name": name, "bytes": marker.nbytes, "files": marker.files}
+                found.append({**row, "world_size": marker.world_size, "save_id": marker.save_id})
+        if reason is not None:
             skipped.append({"name": name, "reason": reason})
     rows = [("name", "size", "files", "ranks")] if found else []
     rows += [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ _CLASSES = {
     ("pathlib._local", "PosixPath"),
 }
 
+_Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
 
 @dataclass(frozen=True)
 class _Folder:
@@ -65,6 +68,11 @@ class _Folder:
         if held != math.prod(size):
             raise CheckpointError(
                 f"{self.path}: {fqn}: expected {math.prod(size)} elements, its chunks hold {held}"
+            )
+        pair = _overlap(chunks)
+        if pair is not None:
+            raise CheckpointError(
+                f"{self.path}: {fqn}: the chunks at {pair[0]} and {pair[1]} hold the same elements"
             )
         dtype = stored.properties.dtype
 
@@ -192,6 +200,29 @@ def _read_metadata(path: Path) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path}: holds {type(metadata).__name__}, not Metadata")
     return metadata
+
+
+def _overlap(chunks: Sequence[_Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return where two chunks begin that have elements in common; None if none have.
+
+    Goes along the dimension that is cut most and compares each chunk with those not yet behind.
+    """
+    filled = [chunk for chunk in chunks if math.prod(chunk[1])]
+    dims = range(len(filled[0][0])) if filled else ()
+    along = max(dims, key=lambda dim: len({at[dim] for at, _ in filled}), default=None)
+    if along is None:  # at most single elements
+        return (filled[0][0], filled[1][0]) if len(filled) > 1 else None
+    open_ones: list[_Chunk] = []
+    for at, size in sorted(filled, key=lambda chunk: chunk[0][along]):
+        open_ones = [one for one in open_ones if one[0][along] + one[1][along] > at[along]]
+        for other, extent in open_ones:
+            if all(
+                at[dim] < other[dim] + extent[dim] and other[dim] < at[dim] + size[dim]
+                for dim in dims
+            ):
+                return other, at
+        open_ones.append((at, size))
+    return None
 
 
 def _with_lists(node: Any) -> Any:

@@ -51,7 +51,7 @@ def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: 
     copies = plan_copies(files)
     blocks = [(file, block) for file in sorted(copies) for block in _blocks_of(copies[file])]
     mine = _part(blocks, comm.rank, comm.size)
-    threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // comm.size))
+    threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // comm.size))
     _ = source.entries  # made once, before threads ask for it
     sizes = [source.index.files[file].nbytes for file, _ in mine]
     spans = [block_range(block, size) for (_, block), size in zip(mine, sizes, strict=True)]

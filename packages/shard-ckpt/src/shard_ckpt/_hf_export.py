@@ -173,6 +173,8 @@ def _publish(mine: _Prepared, folder: Path) -> tuple[str, ...]:
     placed: list[Path] = []
     try:
         for name in made:
+            if os.path.lexists(folder / name):
+                raise FileExistsError(f"{folder / name}: made by somebody else in the meantime")
             _posix.rename(mine.draft.path / name, folder / name)
             placed.append(folder / name)
         _posix.sync_folder(folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shard_ckpt._header import METADATA_KEY
+
 
 @dataclass(frozen=True)
 class Naming:
@@ -49,12 +51,15 @@ class Naming:
             what: what errors call the state.
 
         Raises:
-            ValueError: two names become one, or a declared name is not there.
+            ValueError: two names become one, a name cannot be used, or a declared name is not
+                there.
         """
         bare = {name: self._bare(name) for name in names}
         result = {name: self._renamed(text) for name, text in bare.items()}
         owners: dict[str, str] = {}
         for name, text in result.items():
+            if text in ("", METADATA_KEY):
+                raise ValueError(f"{what}: {name} cannot be called {text!r}")
             other = owners.setdefault(text, name)
             if other != name:
                 raise ValueError(f"{what}: {other} and {name} would both be called {text!r}")
