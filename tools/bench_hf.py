@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint._consolidate_hf_safetensors import (
     consolidate_safetensors_files,
     consolidate_safetensors_files_on_every_rank,
 )
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -89,7 +89,7 @@ def prepare(comm: Comm, folder: Path, shapes: dict[str, tuple[int, ...]]) -> dic
     writer = HuggingFaceStorageWriter(
         path=str(folder / "theirs"), fqn_to_index_mapping=files, save_distributed=True
     )
-    dcp.save(theirs, storage_writer=writer)
+    save_dcp(theirs, storage_writer=writer)
     return files
 
 
@@ -147,7 +147,8 @@ def timed(comm: Comm, work: Callable[[], None], out: Path) -> float:
     comm.barrier()
     begin = time.perf_counter()
     work()
-    return max(comm.all_gather_object(time.perf_counter() - begin))
+    seconds: list[float] = comm.all_gather_object(time.perf_counter() - begin)
+    return max(seconds)
 
 
 def check_same(one: Path, other: Path) -> None:
