@@ -33,7 +33,10 @@ DESIGN: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "tyro", "rich", "tomli"},
     ),
 }
-EXTRAS = {"shard-train": {"hf", "tensorboard", "plots"}}
+EXTRAS = {
+    "shard-ckpt": {"fast"},
+    "shard-train": {"hf", "tensorboard", "plots"},
+}
 STANDARD = sys.stdlib_module_names | {"tomllib"}  # the latter since Python 3.11
 TEST_TOOLS = {"pytest", "hypothesis", "numpy"}
 

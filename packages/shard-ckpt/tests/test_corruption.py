@@ -251,6 +251,11 @@ def test_each_block_is_checked_by_one_rank_that_needs_it() -> None:
                 assert any(first <= block <= last for first, last in needs[rank][file])
 
 
+def test_blocks_that_the_same_ranks_need_are_dealt_in_runs() -> None:
+    needs: list[_check.Intervals] = [{0: [(0, 3)]}, {}, {0: [(0, 3)]}]
+    assert [_check.own_blocks(needs, rank) for rank in range(3)] == [{0: [0, 1]}, {}, {0: [2, 3]}]
+
+
 def test_only_blocks_that_are_needed_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,3 +201,18 @@ def test_under_torchrun_one_rank_speaks(
         monkeypatch.setenv("RANK", str(rank))
         assert main(["train", "--width", "250"]) == 2
         assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_checkpoint_commands_are_those_of_shard_ckpt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "inspect", str(tmp_path / "none")]) == 2
+    line = f"shard ckpt: error: {tmp_path / 'none'}: no such checkpoint\n"
+    assert capsys.readouterr().err == line
+    with pytest.raises(SystemExit) as ended:
+        main(["ckpt", "--help"])
+    assert ended.value.code == 0
+    assert "usage: shard ckpt" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "shard ckpt --help" in capsys.readouterr().out

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from shard_ckpt import _posix
+from shard_ckpt._behind import Behind
+from shard_ckpt._crc import crc32
 
 BLOCK_BYTES = 16 << 20
 """A checksum stands for this many bytes of a file; the last block may be shorter."""
@@ -33,18 +34,21 @@ class FileRecord(NamedTuple):
 class BlockWriter:
     """Writes a new file in block-sized calls and checksums the bytes before they go out.
 
+    A whole block is written on a thread of its own while the next one is checksummed.
+
     Args:
         path: a file that must not exist.
 
     Raises:
         OSError: from any method, with the file's name.
 
-    **Memory**: no copies; what was fed is held until it is written, a block later at most.
+    **Memory**: no copies; what was fed is held until it is written, two blocks later at most.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd: int | None = _posix.create(path)
+        self._writing: Behind[None] | None = None
         self._pending: list[memoryview] = []
         self._owners: list[object] = []
         self._room = BLOCK_BYTES
@@ -59,51 +63,87 @@ class BlockWriter:
             view: the bytes.
             owner: what to keep alive for as long.
         """
+        self._owners.append(owner)
         at = 0
         while at < len(view):
             part = view[at : at + self._room]
             at += len(part)
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = crc32(part, self._crc)
             self._pending.append(part)
             self._room -= len(part)
             self._nbytes += len(part)
             if self._room == 0:
                 self._end_block()
-        self._owners.append(owner)
         if len(self._pending) >= _MAX_VIEWS:
             self.flush()
 
     def flush(self) -> None:
-        """Hand everything fed so far to the system. Local."""
+        """Return when the system has everything fed so far. Local."""
+        self._await_block()
         views, self._pending = self._pending, []
-        while views:
-            try:
-                done = _posix.write(self._open_fd, views)
-            except OSError as exc:
-                raise self._named(exc) from exc
-            views = _after(views, done)
+        self._write(views)
         self._owners = []
 
     def finish(self) -> FileRecord:
         """Make the file durable and close it. Local."""
+        self._feed_ends()
+        return self._seal()
+
+    def finish_behind(self) -> Behind[FileRecord]:
+        """Hand everything to the system and make it durable while the caller goes on. Local."""
+        self._feed_ends()
+        return Behind(self._seal)
+
+    def abandon(self) -> None:
+        """Close without making durable; nothing happens after ``finish``. Local."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        self._pending, self._owners = [], []
+
+    def _feed_ends(self) -> None:
         self.flush()
         if self._room < BLOCK_BYTES:
-            self._end_block()
+            self._crcs.append(self._crc)
+
+    def _seal(self) -> FileRecord:
         fd = self._open_fd
         try:
             _posix.fsync(fd)
             self._fd = None
             _posix.close(fd)
         except OSError as exc:
+            self.abandon()
             raise self._named(exc) from exc
         return FileRecord(self._path.name, self._nbytes, tuple(self._crcs))
 
-    def abandon(self) -> None:
-        """Close without making durable; nothing happens after ``finish``. Local."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-        self._pending, self._owners = [], []
+    def _write(self, views: list[memoryview]) -> None:
+        while views:
+            try:
+                done = _posix.write(self._open_fd, views)
+            except OSError as exc:
+                raise self._named(exc) from exc
+            views = _after(views, done)
+
+    def _write_behind(self) -> None:
+        """Start writing what is pending, once the block before it is written."""
+        self._await_block()
+        views, self._pending = self._pending, []
+        owners, self._owners = self._owners, self._owners[-1:]  # the last may go on
+
+        def write() -> None:
+            self._write(views)
+            owners.clear()
+
+        self._writing = Behind(write)
+
+    def _await_block(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     @property
     def _open_fd(self) -> int:
@@ -115,7 +155,7 @@ class BlockWriter:
         self._crcs.append(self._crc)
         self._crc = 0
         self._room = BLOCK_BYTES
-        self.flush()
+        self._write_behind()
 
     def _named(self, exc: OSError) -> OSError:
         return OSError(exc.errno, exc.strerror, str(self._path))

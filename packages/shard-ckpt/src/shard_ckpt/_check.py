@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shard_ckpt._blocks import BLOCK_BYTES, block_range, read_exactly
+from shard_ckpt._collector import collector_paused
+from shard_ckpt._crc import crc32
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import is_extras
@@ -19,6 +20,9 @@ from shard_ckpt._files import TENSOR_SUFFIX, entry_key, entry_shape
 from shard_ckpt._header import Header, header_length, parse_header
 from shard_ckpt._index import Index, TensorRecord
 from shard_ckpt._match import Read
+
+CHECK_BYTES = 512 << 10
+"""How much is read at a time to be checked: little enough to stay in a core's cache."""
 
 Intervals = dict[int, list[tuple[int, int]]]
 """Per file: sorted disjoint runs of blocks, first and last."""
@@ -65,6 +69,7 @@ class Source:
         return result
 
 
+@collector_paused()
 def blocks_of(reads: Iterable[Read]) -> Intervals:
     """Return the blocks that reads touch, and each file's first, which holds the header. Local."""
     touched: dict[int, list[tuple[int, int]]] = {}
@@ -79,7 +84,8 @@ def blocks_of(reads: Iterable[Read]) -> Intervals:
 def own_blocks(needs: Sequence[Intervals], rank: int) -> dict[int, list[int]]:
     """Deal the blocks that ranks need to ranks that need them, each to exactly one.
 
-    A block that ranks 0 and 2 need goes to one of the two, in turn from block to block.
+    Of the blocks of a file that the same ranks need, each of these gets an equal run: of four
+    blocks that ranks 0 and 2 need, rank 0 the first two, rank 2 the others.
 
     Args:
         needs: every rank's ``blocks_of``.
@@ -100,13 +106,16 @@ def own_blocks(needs: Sequence[Intervals], rank: int) -> dict[int, list[int]]:
                 for block in range(first, last + 1):
                     if block in needers:
                         needers[block].append(other)
-        mine = [
-            block
-            for block, others in sorted(needers.items())
-            if others[(block + file) % len(others)] == rank
-        ]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for block, others in sorted(needers.items()):
+            alike.setdefault(tuple(others), []).append(block)
+        mine = []
+        for sharers, blocks in alike.items():
+            # odd ones out go to another rank from file to file
+            part, parts = (sharers.index(rank) + file) % len(sharers), len(sharers)
+            mine += blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
         if mine:
-            result[file] = mine
+            result[file] = sorted(mine)
     return result
 
 
@@ -117,9 +126,9 @@ def check_blocks(source: Source, blocks: Mapping[int, Sequence[int]]) -> None:
         CheckpointError: a file is missing, has another size, a block another checksum, or the
             header says something else than the index.
 
-    **Memory**: one block.
+    **Memory**: 512 KiB.
     """
-    buffer = bytearray(BLOCK_BYTES)
+    buffer = bytearray(CHECK_BYTES)
     for file, numbers in sorted(blocks.items()):
         with open_checked(source, file) as fd:
             for block in numbers:
@@ -160,14 +169,19 @@ def open_checked(source: Source, file: int) -> Iterator[int]:
 def block_problem(
     source: Source, file: int, *, fd: int, block: int, buffer: bytearray
 ) -> str | None:
-    """Return what is wrong with one block of an open file; None if nothing is. Local."""
+    """Return what is wrong with one block of an open file; None if nothing is.
+
+    The block passes through ``buffer``, of any size, piece by piece. Local.
+    """
     record = source.index.files[file]
     low, high = block_range(block, record.nbytes)
-    view = memoryview(buffer)[: high - low]
     path = source.folder / record.name
-    if not read_exactly(fd, [view], offset=low):
-        return f"{path}: ends before byte {high}, expected {record.nbytes} bytes"
-    found = zlib.crc32(view)
+    found = 0
+    for at in range(low, high, len(buffer)):
+        view = memoryview(buffer)[: min(len(buffer), high - at)]
+        if not read_exactly(fd, [view], offset=at):
+            return f"{path}: ends before byte {high}, expected {record.nbytes} bytes"
+        found = crc32(view, found)
     if found == record.crcs[block]:
         return None
     return (

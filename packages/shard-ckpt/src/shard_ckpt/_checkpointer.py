@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shard_ckpt._agree import agree, attempt
+from shard_ckpt._async import Saver
 from shard_ckpt._draft import discard, draft_is_live, is_draft
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._load import load
 from shard_ckpt._log import logger
 from shard_ckpt._marker import read_marker
+from shard_ckpt._rename import Rename
 from shard_ckpt._save import save
 from shard_comm import Comm
 
@@ -31,10 +33,13 @@ class Checkpointer:
         comm: the ranks that save and load.
         keep: after a save, remove committed steps but the newest ``keep``; None keeps all. The
             step just saved always stays.
+        every: save only steps that this number divides; None saves every step it is given.
+        async_: ``save`` copies the state and returns; see ``save_async``. Call ``wait`` at the end
+            of training.
         timeout_s: how long a rank waits for the slowest one, as for ``save`` and ``load``.
 
     Raises:
-        ValueError: ``keep`` is less than 1.
+        ValueError: ``keep`` or ``every`` is less than 1.
     """
 
     def __init__(
@@ -43,13 +48,20 @@ class Checkpointer:
         *,
         comm: Comm,
         keep: int | None = None,
+        every: int | None = None,
+        async_: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep: expected at least 1, or None for all, got {keep}")
+        if every is not None and every < 1:
+            raise ValueError(f"every: expected at least 1, or None for all, got {every}")
         self._dir = Path(dir)
         self._comm = comm
         self._keep = keep
+        self._every = every
+        self._async = async_
+        self._saver: Saver | None = None
         self._timeout_s = timeout_s
         self._reported: set[str] = set()
 
@@ -59,20 +71,42 @@ class Checkpointer:
             raise ValueError(f"step: expected an int of at least 0, got {step!r}")
         return self._dir / f"step-{step:08d}"
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save a step, then remove what is over ``keep``; see ``save``.
+    def due(self, step: int) -> bool:
+        """Whether ``save`` would save this step, for states that are costly to collect. Local."""
+        self.path(step)
+        return self._every is None or step % self._every == 0
+
+    def save(self, step: int, state: Mapping[str, Any]) -> bool:
+        """Save a step if it is due, then remove what is over ``keep``; see ``save``.
 
         A removal that fails is logged, as the new step is safe by then.
 
+        Returns:
+            Whether the step was due. With ``async_`` it is being saved then.
+
         Raises:
             FileExistsError: the step is there already.
-            Exception: as for ``save``.
+            Exception: as for ``save``; with ``async_`` as for ``save_async``.
 
         **Collective**: all ranks of the comm.
         """
-        save(state, self.path(step), comm=self._comm, timeout_s=self._timeout_s)
-        if self._keep is not None and self._comm.rank == 0:
-            self._retire(step, self._keep)
+        if not self.due(step):
+            return False
+        if self._async:
+            if self._saver is None:
+                self._saver = Saver(self._comm)
+            self._saver.start(
+                state, self.path(step), timeout_s=self._timeout_s, after=lambda: self._retire(step)
+            )
+        else:
+            save(state, self.path(step), comm=self._comm, timeout_s=self._timeout_s)
+            self._retire(step)
+        return True
+
+    def wait(self) -> None:
+        """Return when the last save is published; raise its error. Local."""
+        if self._saver is not None:
+            self._saver.wait()
 
     def steps(self) -> list[int]:
         """Return the committed steps, oldest first. Local."""
@@ -82,7 +116,7 @@ class Checkpointer:
             return []
         found = []
         for name in names:
-            reason = self._why_not(name)
+            reason = why_not_committed(self._dir / name)
             matched = _STEP.fullmatch(name)
             if reason is not None:
                 self._report(name, reason)
@@ -101,14 +135,20 @@ class Checkpointer:
         step: int | None = None,
         strict: bool = True,
         cast: bool = False,
+        rename: Rename | None = None,
+        only: Sequence[str] | None = None,
     ) -> tuple[int, dict[str, Any]] | None:
         """Load a step, by default the newest committed one as rank 0 sees it; see ``load``.
+
+        A save under way is waited for first.
 
         Args:
             state: the template.
             step: which step.
             strict: as for ``load``.
             cast: as for ``load``.
+            rename: as for ``load``.
+            only: as for ``load``.
 
         Returns:
             The step and what ``load`` returns; None, with ``state`` untouched, if there is no
@@ -120,7 +160,7 @@ class Checkpointer:
 
         **Collective**: all ranks of the comm.
         """
-        chosen = attempt(lambda: self._choose(step))
+        chosen = attempt(lambda: self._choose(step))  # waits for a save under way
         choice = agree(self._comm, chosen, share=lambda number: number, timeout_s=self._timeout_s)[
             0
         ]
@@ -132,19 +172,23 @@ class Checkpointer:
             comm=self._comm,
             strict=strict,
             cast=cast,
+            rename=rename,
+            only=only,
             timeout_s=self._timeout_s,
         )
         return choice, loaded
 
     def _choose(self, step: int | None) -> int | None:
+        self.wait()
         if step is not None:
             self.path(step)
             return step
         return self.latest() if self._comm.rank == 0 else None
 
-    def _retire(self, saved: int, keep: int) -> None:
-        steps = self.steps()
-        for step in steps[:-keep]:
+    def _retire(self, saved: int) -> None:
+        if self._keep is None or self._comm.rank != 0:
+            return
+        for step in self.steps()[: -self._keep]:
             if step == saved:
                 continue
             try:
@@ -152,23 +196,23 @@ class Checkpointer:
             except OSError as exc:
                 logger.warning("%s: could not be removed (%s)", self.path(step), exc)
 
-    def _why_not(self, name: str) -> str | None:
-        """Return why a folder that looks like a step does not count; None if it does, or not."""
-        path = self._dir / name
-        if is_draft(name):
-            if not path.is_dir():
-                return None
-            live = draft_is_live(path)
-            return "a save is writing it" if live else "left by a save or removal that was cut off"
-        if _STEP.fullmatch(name) is None:
-            return None
-        try:
-            read_marker(path)
-        except (CheckpointError, OSError) as exc:
-            return str(exc)
-        return None
-
     def _report(self, name: str, reason: str) -> None:
         if name not in self._reported:
             self._reported.add(name)
             logger.warning("%s: skipped: %s", self._dir / name, reason)
+
+
+def why_not_committed(path: Path) -> str | None:
+    """Return why a folder that looks like a step does not count; None if it does, or not. Local."""
+    if is_draft(path.name):
+        if not path.is_dir():
+            return None
+        live = draft_is_live(path)
+        return "a save is writing it" if live else "left by a save or removal that was cut off"
+    if _STEP.fullmatch(path.name) is None:
+        return None
+    try:
+        read_marker(path)
+    except (CheckpointError, OSError) as exc:
+        return str(exc)
+    return None

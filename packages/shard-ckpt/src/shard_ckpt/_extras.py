@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shard_ckpt._blocks import BLOCK_BYTES, FileRecord, write_file
+from shard_ckpt._crc import crc32
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._files import Origin
 from shard_ckpt._index import FORMAT_VERSION, Index, check_version
@@ -130,9 +130,7 @@ def _read(folder: Path, index: Index, rank: int) -> dict[str, Any]:
         raw = path.read_bytes()
     except FileNotFoundError as exc:
         raise CheckpointError(f"{path}: missing, though the index lists it") from exc
-    crcs = tuple(
-        zlib.crc32(raw[low : low + BLOCK_BYTES]) for low in range(0, len(raw), BLOCK_BYTES)
-    )
+    crcs = tuple(crc32(raw[low : low + BLOCK_BYTES]) for low in range(0, len(raw), BLOCK_BYTES))
     if len(raw) != record.nbytes or crcs != record.crcs:
         raise CheckpointError(
             f"{path}: altered: expected {record.nbytes} bytes with CRC-32 {record.crcs}, got "

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from shard_ckpt._behind import Behind
 from shard_ckpt._blocks import BlockWriter, FileRecord
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._header import HeaderEntry, encode_header
 from shard_ckpt._index import FORMAT_VERSION, Range, TensorId
@@ -20,6 +22,9 @@ from shard_ckpt._plan import Entry
 from shard_ckpt._staging import Windows
 
 TENSOR_SUFFIX = ".safetensors"
+
+SMALL_BYTES = 64 << 10
+"""Storages with fewer bytes to store go to the front of a file."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +75,50 @@ def lay_out(entries: Iterable[Entry], origin: Origin) -> list[SectionFile]:
     """Lay a rank's entries out in one file per section. Local.
 
     Wide dtypes come first, so that every tensor is aligned without padding. Within a width,
+    storages of which less than ``SMALL_BYTES`` are stored come first, so that what every rank
+    wants, step counters say, lies in the block of the header, which every rank wants too. Then
     tensors follow one another as they do in memory, so that neighbours in a flat buffer are
     neighbours in the file; storages in the order of the first name in them.
 
     Raises:
         ValueError: two tensors would be called the same in one file.
     """
-    storages: dict[tuple[torch.device, int], int] = {}
-    sections: dict[str, list[tuple[tuple[int, int, int], Entry]]] = {}
+    ordered = order_entries(entries)
+    return [_lay_out_section(section, group, origin) for section, group in ordered.items()]
+
+
+@collector_paused()
+def order_entries(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return each section's entries in the order in which a file holds them. Local."""
+    numbers: dict[tuple[torch.device, int], int] = {}
+    sections: dict[str, list[tuple[int, Entry]]] = {}
+    nbytes: dict[tuple[str, int], int] = {}
     for entry in sorted(entries, key=lambda entry: entry.leaf.id):
-        tensor = entry.leaf.tensor
+        tensor, section = entry.leaf.tensor, entry.leaf.section
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        number = storages.setdefault(storage, len(storages))
+        number = numbers.setdefault(storage, len(numbers))
+        sections.setdefault(section, []).append((number, entry))
+        nbytes[section, number] = nbytes.get((section, number), 0) + entry.nbytes
+
+    def place(section: str, number: int, entry: Entry) -> tuple[int, bool, int, int]:
+        tensor = entry.leaf.tensor
         size = tensor.element_size()
-        at = (int(tensor.storage_offset()) + entry.at) * size
-        sections.setdefault(entry.leaf.section, []).append(((-size, number, at), entry))
-    result = []
-    for section, keyed in sorted(sections.items()):
+        at = int(tensor.storage_offset()) + entry.at
+        return -size, nbytes[section, number] >= SMALL_BYTES, number, at * size
+
+    result = {}
+    for section, numbered in sorted(sections.items()):
+        keyed = [(place(section, number, entry), entry) for number, entry in numbered]
         keyed.sort(key=lambda pair: pair[0])  # equal keys stay in the order of names
-        result.append(_lay_out_section(section, [entry for _, entry in keyed], origin))
+        result[section] = [entry for _, entry in keyed]
     return result
 
 
-def write_section(folder: Path, layout: SectionFile) -> FileRecord:
-    """Write one file and make it durable. Local.
+def write_section(folder: Path, layout: SectionFile) -> Behind[FileRecord]:
+    """Write one file; it is made durable while the caller goes on. Local.
+
+    Returns:
+        What the index should say of the file, once it is durable.
 
     Raises:
         OSError: it exists, or writing failed.
@@ -105,7 +130,7 @@ def write_section(folder: Path, layout: SectionFile) -> FileRecord:
     windows: dict[torch.device, Windows] = {}
     try:
         writer.feed(memoryview(layout.header))
-        for run in joined_runs(_pieces(layout.entries)):
+        for run in joined_runs(pieces_of(layout.entries)):
             if run.device.type == "cpu":
                 writer.feed(bytes_of(run), owner=run)
                 continue
@@ -114,12 +139,17 @@ def write_section(folder: Path, layout: SectionFile) -> FileRecord:
             for view in windows[run.device].read_out(run):
                 writer.feed(view)
                 writer.flush()  # the next window but one overwrites it
-        return writer.finish()
-    finally:
+        return writer.finish_behind()
+    except BaseException:
         writer.abandon()
+        raise
 
 
-def _pieces(entries: Sequence[Entry]) -> Iterator[torch.Tensor]:
+def pieces_of(entries: Sequence[Entry]) -> Iterator[torch.Tensor]:
+    """Yield the elements of each entry, contiguous and flat. Local.
+
+    **Memory**: views, but a copy of the tensor where it is not contiguous.
+    """
     for entry in entries:
         last = entry.at + entry.stop - entry.start
         yield flat_range(entry.leaf.tensor, start=entry.at, stop=last)

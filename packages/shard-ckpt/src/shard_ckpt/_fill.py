@@ -10,6 +10,7 @@ import torch
 
 from shard_ckpt._blocks import read_exactly
 from shard_ckpt._check import Source, open_checked
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._match import Read, Target
 from shard_ckpt._memory import bytes_of, flat_range, is_flat
@@ -41,8 +42,7 @@ def fill(source: Source, targets: Sequence[Target]) -> None:
         for target in targets:
             if not is_flat(target.leaf.tensor):
                 _fill_scattered(source, target)
-    for target in targets:
-        _count_write(target)
+    _count_writes(targets)
 
 
 def _is_direct(target: Target) -> bool:
@@ -50,6 +50,7 @@ def _is_direct(target: Target) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == target.stored_dtype
 
 
+@collector_paused()
 def _sorted_reads(targets: Iterable[Target]) -> list[Read]:
     reads = [read for target in targets for read in target.reads() if read.nbytes]
     return sorted(reads, key=lambda read: (read.file, read.offset))
@@ -133,8 +134,8 @@ def _read(source: Source, file: int, fd: int, views: Sequence[memoryview], offse
         raise CheckpointError(f"{path}: got shorter while it was being read")
 
 
-def _count_write(target: Target) -> None:
-    """Tell autograd of a write that may have gone past it, as an in-place operation would."""
-    for tensor in {id(t): t for t in (target.leaf.source, target.leaf.tensor)}.values():
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+def _count_writes(targets: Sequence[Target]) -> None:
+    """Tell autograd of writes that may have gone past it, as in-place operations would."""
+    written = [t for target in targets for t in (target.leaf.source, target.leaf.tensor)]
+    distinct = {id(tensor): tensor for tensor in written}.values()
+    torch.autograd.graph.increment_version([t for t in distinct if not t.is_inference()])

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._json import canonical_json, is_count, strict_loads
@@ -98,6 +99,7 @@ def header_length(prefix: bytes, *, file_bytes: int, label: str) -> int:
     return int(length)
 
 
+@collector_paused()
 def parse_header(text: bytes, *, file_bytes: int, label: str) -> Header:
     """Read a header's JSON text as the stock reader would, and as strictly. Local.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shard_ckpt._blocks import FileRecord, block_count
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._json import canonical_json, is_count, strict_loads
@@ -132,6 +133,7 @@ def check_coverage(record: TensorRecord) -> None:
         )
 
 
+@collector_paused()
 def encode_index(index: Index) -> bytes:
     """Return the bytes of ``index.json``. Local."""
     tensors: dict[str, dict[str, Any]] = {}
@@ -156,6 +158,7 @@ def encode_index(index: Index) -> bytes:
     )
 
 
+@collector_paused()
 def parse_index(raw: bytes, *, label: str = INDEX_NAME) -> Index:
     """Read ``index.json`` and check that it is whole and consistent in itself. Local.
 

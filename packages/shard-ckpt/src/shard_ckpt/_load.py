@@ -25,6 +25,7 @@ from shard_ckpt._log import logger
 from shard_ckpt._marker import read_index
 from shard_ckpt._match import Target, match
 from shard_ckpt._merge import merge, missing_values
+from shard_ckpt._rename import Rename, with_template_names
 from shard_ckpt._state import flatten
 from shard_comm import Comm
 
@@ -37,6 +38,14 @@ class _Opened:
     values: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class _Wish:
+    strict: bool
+    cast: bool
+    rename: Rename | None
+    only: Sequence[str] | None
+
+
 def load(
     state: Mapping[str, Any],
     path: str | os.PathLike[str],
@@ -44,6 +53,8 @@ def load(
     comm: Comm,
     strict: bool = True,
     cast: bool = False,
+    rename: Rename | None = None,
+    only: Sequence[str] | None = None,
     timeout_s: float | None = None,
 ) -> dict[str, Any]:
     """Fill a state from a checkpoint that any number of ranks saved.
@@ -67,6 +78,14 @@ def load(
             values of the template. Else what both have is loaded and the rest is logged.
         cast: convert between floating-point dtypes (and between complex ones). Integers, booleans
             and optimizer step counters are never converted.
+        rename: where the checkpoint calls a tensor otherwise: a mapping from the template's names
+            to the checkpoint's, or a function that does it. It is given names without section, and
+            of optimizer state the parameter's; what it does not change keeps its name. Optimizer
+            state comes back under the template's names.
+        only: load only tensors of the template of which ``section: name`` fits one of these
+            patterns, such as ``["model: layers.0.*"]``; ``*``, ``?`` and ``[...]`` as in file
+            names. Other tensors are left as they are, whatever the checkpoint has of them. Values
+            that are not tensors come back all the same, where the checkpoint has them.
         timeout_s: how long a rank waits for the slowest one, at each of three exchanges; the
             comm's own timeout by default.
 
@@ -89,7 +108,8 @@ def load(
     not contiguous.
     """
     folder = Path(path)
-    opened = attempt(lambda: _open(state, folder, comm, strict=strict, cast=cast))
+    wish = _Wish(strict, cast, rename, only)
+    opened = attempt(lambda: _open(state, folder, comm, wish))
     heard = agree(
         comm, opened, share=lambda o: (o.source.index.save_id, o.needs), timeout_s=timeout_s
     )
@@ -112,9 +132,7 @@ def load(
     return merged
 
 
-def _open(
-    state: Mapping[str, Any], folder: Path, comm: Comm, *, strict: bool, cast: bool
-) -> _Opened:
+def _open(state: Mapping[str, Any], folder: Path, comm: Comm, wish: _Wish) -> _Opened:
     leaves = flatten(state).leaves
     source = Source(folder, read_index(folder))
     foreign = strangers(source) if comm.rank == 0 else []
@@ -122,9 +140,17 @@ def _open(
         raise CheckpointError(
             f"{folder / foreign[0]}: not in the index; remove it if it does not belong here"
         )
-    targets = match(leaves, source.index, strict=strict, cast=cast)
-    values = read_values(folder, source.index, rank=comm.rank, world_size=comm.size)
-    if strict:
+    targets = match(
+        leaves,
+        source.index,
+        strict=wish.strict,
+        cast=wish.cast,
+        rename=wish.rename,
+        only=wish.only,
+    )
+    stored = read_values(folder, source.index, rank=comm.rank, world_size=comm.size)
+    values = with_template_names(stored, leaves, wish.rename)
+    if wish.strict and wish.only is None:
         missing = missing_values(state, values)
         if missing:
             raise ValueError(

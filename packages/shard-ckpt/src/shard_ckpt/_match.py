@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import torch_dtype
-from shard_ckpt._index import Index, TensorRecord
+from shard_ckpt._index import Index, TensorId, TensorRecord
 from shard_ckpt._log import logger
+from shard_ckpt._rename import Rename, check_patterns, is_picked, stored_name
 from shard_ckpt._state import Leaf
 
 _NAMES_SHOWN = 5
@@ -63,7 +65,16 @@ class Read(NamedTuple):
     at: int
 
 
-def match(leaves: Sequence[Leaf], index: Index, *, strict: bool, cast: bool) -> list[Target]:
+@collector_paused()
+def match(
+    leaves: Sequence[Leaf],
+    index: Index,
+    *,
+    strict: bool,
+    cast: bool,
+    rename: Rename | None = None,
+    only: Sequence[str] | None = None,
+) -> list[Target]:
     """Pair the template's tensors with the checkpoint's. Local.
 
     Args:
@@ -71,14 +82,23 @@ def match(leaves: Sequence[Leaf], index: Index, *, strict: bool, cast: bool) -> 
         index: what the checkpoint holds.
         strict: both must have the same names.
         cast: floating-point (or complex) values may change their dtype.
+        rename: from the template's names to the checkpoint's.
+        only: patterns of ``section: name``; the rest of either side is not looked at.
 
     Raises:
         ValueError: names, shapes or dtypes do not fit.
+        TypeError: ``rename`` or ``only`` is not as described.
     """
-    wanted = {leaf.id for leaf in leaves}
-    missing = [leaf.label for leaf in leaves if leaf.id not in index.tensors]
+    check_patterns(only, leaves)
+    picked = [leaf for leaf in leaves if is_picked(leaf.label, only)]
+    sources = [(leaf.section, stored_name(leaf.name, rename)) for leaf in picked]
+    pairs = list(zip(picked, sources, strict=True))
+    missing = [_asked_for(leaf, tensor) for leaf, tensor in pairs if tensor not in index.tensors]
+    wanted = {(leaf.section, stored_name(leaf.name, rename)) for leaf in leaves}
     unexpected = [
-        record.label for tensor, record in sorted(index.tensors.items()) if tensor not in wanted
+        record.label
+        for tensor, record in sorted(index.tensors.items())
+        if tensor not in wanted and is_picked(record.label, only)
     ]
     if strict and (missing or unexpected):
         raise ValueError(
@@ -91,12 +111,18 @@ def match(leaves: Sequence[Leaf], index: Index, *, strict: bool, cast: bool) -> 
             _listed(missing),
             _listed(unexpected),
         )
-    targets = [Target(leaf, index.tensors[leaf.id]) for leaf in leaves if leaf.id in index.tensors]
+    targets = [
+        Target(leaf, index.tensors[tensor]) for leaf, tensor in pairs if tensor in index.tensors
+    ]
     problems = [text for text in (_misfit(target, cast) for target in targets) if text is not None]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(problems[0] + more)
     return targets
+
+
+def _asked_for(leaf: Leaf, tensor: TensorId) -> str:
+    return leaf.label if leaf.id == tensor else f"{tensor[0]}: {tensor[1]} (for {leaf.name})"
 
 
 def _range_stop(part: tuple[int, ...]) -> int:

@@ -21,6 +21,21 @@ def write(fd: int, views: Sequence[memoryview]) -> int:
     return os.writev(fd, views)
 
 
+def open_to_write(path: Path) -> int:
+    """Open a file that exists for writing at offsets."""
+    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+
+def resize(fd: int, nbytes: int) -> None:
+    """Give an open file its size; what was not written reads as zeros."""
+    os.ftruncate(fd, nbytes)
+
+
+def write_at(fd: int, view: memoryview, offset: int) -> int:
+    """Write a view at ``offset``; return how many bytes went out, perhaps not all."""
+    return os.pwrite(fd, view, offset)
+
+
 def fsync(fd: int) -> None:
     """Return when the file's data and size are durable."""
     os.fsync(fd)

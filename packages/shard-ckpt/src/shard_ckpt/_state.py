@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import dtype_name
 from shard_ckpt._header import METADATA_KEY
 from shard_ckpt._memory import is_flat
@@ -113,6 +114,7 @@ class FlatState:
     per_rank: list[tuple[str, Any]] = field(default_factory=list)
 
 
+@collector_paused()
 def flatten(state: Mapping[str, Any]) -> FlatState:
     """Take a state apart. Local.
 

@@ -18,7 +18,10 @@ from shard_train._errors import UsageError
 from shard_train._run import run
 from shard_train._toml import read_config
 
-_DESCRIPTION = "Fully sharded training for PyTorch."
+_DESCRIPTION = """Fully sharded training for PyTorch.
+
+``shard ckpt`` lists, checks, compares and converts checkpoints: see ``shard ckpt --help``.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, 2 for a mistake in what was asked, 1 for a rank that failed, 128
-        and the signal's number for a run that a signal ended.
+        and the signal's number for a run that a signal ended. Of ``shard ckpt``: 1 where it
+        found problems or differences.
 
     Raises:
         SystemExit: Help was asked for, or a flag is wrong.
@@ -60,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     **Collective**: under torchrun, all ranks.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["ckpt"]:
+        return _checkpoints(arguments[1:])
     try:
         command = _parse(arguments)
         return run(Config(command.model, command.data, command.optim, command.run))
@@ -70,6 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _checkpoints(arguments: list[str]) -> int:
+    from shard_ckpt import main as run_command  # imports torch, which help can do without
+
+    return run_command(arguments, prog="shard ckpt")
 
 
 def _parse(arguments: list[str]) -> TrainCommand:

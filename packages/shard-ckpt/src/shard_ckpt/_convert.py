@@ -1,0 +1,130 @@
+"""From other libraries' checkpoints to ours, and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from shard_ckpt._dcp_read import DCP_METADATA, read_dcp
+from shard_ckpt._dcp_write import write_dcp
+from shard_ckpt._deepspeed import read_zero
+from shard_ckpt._deepspeed_files import looks_like_zero
+from shard_ckpt._errors import CheckpointError
+from shard_ckpt._hf_folder import SUFFIX
+from shard_ckpt._index import INDEX_NAME
+from shard_ckpt._lazy import LazyTensors, save_lazy
+from shard_ckpt._marker import MARKER_NAME
+from shard_ckpt._own_read import read_hf, read_own
+from shard_ckpt._torch_file import as_sections, load_torch
+
+
+def convert(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    source_format: str = "auto",
+    target_format: str = "shard",
+    sections: Mapping[str, str] | None = None,
+    skip: Collection[str] = (),
+) -> None:
+    """Write a checkpoint of one format as another, a tensor at a time.
+
+    ==============  ==============================================================================
+    ``shard``       a folder that ``save`` made
+    ``dcp``         a folder of torch.distributed.checkpoint
+    ``torch``       a file of torch.save, such as a full state dict of FSDP
+    ``deepspeed``   a folder of DeepSpeed ZeRO, stage 1, 2 or 3, without model parallelism
+    ``hf``          safetensors files, one or with an index
+    ==============  ==============================================================================
+
+    Nothing that a file names is imported or called: pickles are read with ``weights_only=True``,
+    and objects of other classes are an error that says where they stand, unless skipped.
+
+    Args:
+        source: a folder or file.
+        path: the folder to make; it must not exist.
+        source_format: one of the above, or ``auto`` to tell by the files' names.
+        target_format: ``shard`` or ``dcp``; for Hugging Face files there is ``export_hf``.
+        sections: new names for sections, the keys at the top of what the source holds.
+        skip: sections to leave out.
+
+    Raises:
+        FileNotFoundError: there is no such source.
+        CheckpointError: the source is damaged or not understood.
+        FileExistsError: ``path`` exists.
+        ValueError: a format or section that there is not.
+        TypeError: the source holds a value that cannot be stored.
+        OSError: reading or writing failed; nothing is left at ``path``.
+
+    **Collective**: local; one process.
+    **Memory**: one tensor at a time, twice where a tensor is stored in chunks.
+    """
+    where = Path(source)
+    if source_format == "auto":
+        source_format = detect(where)
+    if source_format not in _READERS:
+        raise ValueError(
+            f"source_format: expected one of {sorted(_READERS)}, got {source_format!r}"
+        )
+    if target_format not in ("shard", "dcp"):
+        raise ValueError(f"target_format: expected 'shard' or 'dcp', got {target_format!r}")
+    lazy = LazyTensors()
+    state = _renamed(_READERS[source_format](where, lazy), sections or {}, skip)
+    if target_format == "dcp":
+        write_dcp(state, Path(path), lazy=lazy)
+    else:
+        save_lazy(state, Path(path), lazy=lazy)
+
+
+def detect(path: Path) -> str:
+    """Return the format of a file or folder, by the names of files. Local.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is none that ``convert`` knows.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    if path.is_file():
+        return "hf" if path.name.endswith(SUFFIX) else "torch"
+    names = set(os.listdir(path))
+    if MARKER_NAME in names or INDEX_NAME in names:
+        return "shard"
+    if DCP_METADATA in names:
+        return "dcp"
+    if any(name.endswith(SUFFIX) for name in names):
+        return "hf"
+    if looks_like_zero(path):
+        return "deepspeed"
+    raise CheckpointError(
+        f"{path}: not a checkpoint of a known format; name it if it is one of "
+        f"{', '.join(sorted(_READERS))}"
+    )
+
+
+def _read_torch(path: Path, lazy: LazyTensors) -> dict[str, Any]:
+    return as_sections(load_torch(path), label=str(path))  # mapped tensors need no stand-ins
+
+
+def _renamed(
+    state: Mapping[str, Any], sections: Mapping[str, str], skip: Collection[str]
+) -> dict[str, Any]:
+    for name in (*sections, *skip):
+        if name not in state:
+            raise ValueError(f"sections: expected some of {sorted(state)}, got {name!r}")
+    kept = [name for name in state if name not in skip]
+    result = {sections.get(name, name): state[name] for name in kept}
+    if len(result) != len(kept):
+        raise ValueError(f"sections: two of {kept} would get one name")
+    return result
+
+
+_READERS: dict[str, Callable[[Path, LazyTensors], dict[str, Any]]] = {
+    "shard": read_own,
+    "dcp": read_dcp,
+    "torch": _read_torch,
+    "deepspeed": read_zero,
+    "hf": read_hf,
+}

@@ -1,0 +1,72 @@
+"""Checkpoints written as torch.distributed.checkpoint folders, a tensor at a time."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from shard_ckpt import _posix
+from shard_ckpt._draft import Draft, sweep
+from shard_ckpt._lazy import LazyTensors
+from shard_ckpt._progress import Progress
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Reads a tensor when it is about to be written."""
+
+    def __init__(self, lazy: LazyTensors, progress: Progress) -> None:
+        super().__init__()
+        self._lazy = lazy
+        self._progress = progress
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        if not isinstance(found, torch.Tensor):
+            return super().lookup_object(index)
+        tensor = self._lazy.read(found)
+        self._progress.advance(tensor.nbytes)
+        return tensor
+
+
+def write_dcp(state: Mapping[str, Any], path: Path, *, lazy: LazyTensors) -> None:
+    """Write a state with stand-ins; the folder gets its name last. Local.
+
+    Raises:
+        FileExistsError: ``path`` exists.
+        OSError: writing failed; nothing is left at ``path``.
+
+    **Memory**: one tensor at a time.
+    """
+    total = sum(tensor.nbytes for tensor in _tensors(state))
+    planner = _LazyPlanner(lazy, Progress(total))
+    sweep(path.parent)
+    with Draft(path, uuid.uuid4().hex) as draft:
+        writer = FileSystemWriter(draft.path, single_file_per_rank=True, sync_files=True)
+        with warnings.catch_warnings():  # one process is what is meant here
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            save_dcp(dict(state), storage_writer=writer, planner=planner, no_dist=True)
+        _posix.sync_folder(draft.path)
+        if os.path.lexists(path):
+            raise FileExistsError(f"{path}: made by somebody else in the meantime")
+        _posix.rename(draft.path, path)
+        _posix.sync_folder(path.parent)
+
+
+def _tensors(node: Any) -> list[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        return [node]
+    if isinstance(node, Mapping):
+        return [tensor for item in node.values() for tensor in _tensors(item)]
+    if type(node) in (list, tuple):
+        return [tensor for item in node for tensor in _tensors(item)]
+    return []

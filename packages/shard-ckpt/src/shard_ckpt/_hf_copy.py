@@ -1,0 +1,165 @@
+"""Copying a checkpoint's blocks to where an export wants what they hold."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from shard_ckpt import _posix
+from shard_ckpt._blocks import BLOCK_BYTES, block_range, read_exactly
+from shard_ckpt._check import (
+    CHECK_BYTES,
+    Source,
+    block_problem,
+    check_header,
+    open_checked,
+)
+from shard_ckpt._crc import crc32
+from shard_ckpt._errors import CheckpointError
+from shard_ckpt._hf_layout import Copy, OutFile, plan_copies
+from shard_ckpt._memory import bytes_of
+from shard_ckpt._progress import Progress
+from shard_comm import Comm
+
+_MAX_THREADS = 4
+
+
+def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: Comm) -> None:
+    """Check and copy this rank's share of the blocks that an export needs, and sync. Local.
+
+    Args:
+        source: the checkpoint.
+        files: the export; each exists in ``place`` with its size.
+        place: where they are under way.
+        comm: the ranks that share the work: each does an equal run of blocks.
+
+    Raises:
+        CheckpointError: a block or header is not as the index says.
+        OSError: reading or writing failed.
+
+    **Memory**: 512 KiB per thread, of which there are up to four where cores allow, and what comes
+    of them where tensors are cast.
+    """
+    copies = plan_copies(files)
+    blocks = [(file, block) for file in sorted(copies) for block in _blocks_of(copies[file])]
+    mine = _part(blocks, comm.rank, comm.size)
+    threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // comm.size))
+    _ = source.entries  # made once, before threads ask for it
+    sizes = [source.index.files[file].nbytes for file, _ in mine]
+    spans = [block_range(block, size) for (_, block), size in zip(mine, sizes, strict=True)]
+    progress = Progress(sum(high - low for low, high in spans))
+    work = _Work(source, files, place, copies, progress)
+    if threads == 1:
+        work.run(mine)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(work.run, _part(mine, n, threads)) for n in range(threads)]
+    for future in futures:
+        future.result()
+
+
+def write_all(fd: int, view: memoryview, offset: int) -> None:
+    """Write a view at an offset of an open file. Local."""
+    while len(view):
+        done = _posix.write_at(fd, view, offset)
+        view, offset = view[done:], offset + done
+
+
+@dataclass(frozen=True)
+class _Work:
+    source: Source
+    files: Sequence[OutFile]
+    place: Path
+    copies: Mapping[int, Sequence[Copy]]
+    progress: Progress
+
+    def run(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks. One that turns out to be altered ends the export, so nobody sees it."""
+        raw = torch.empty(CHECK_BYTES, dtype=torch.uint8)
+        outs: dict[int, int] = {}
+        with ExitStack() as stack:
+            for file, group in groupby(blocks, key=lambda pair: pair[0]):
+                fd = stack.enter_context(open_checked(self.source, file))
+                for _, block in group:
+                    if block == 0:
+                        check_header(self.source, file, fd=fd)
+                    for low, piece in self._pieces(file, block, fd, raw):
+                        for copy, at, part in _parts(self.copies[file], piece, low):
+                            if copy.out not in outs:
+                                path = self.place / self.files[copy.out].name
+                                outs[copy.out] = _posix.open_to_write(path)
+                                stack.callback(os.close, outs[copy.out])
+                            write_all(outs[copy.out], bytes_of(part), at)
+            for fd in outs.values():
+                _posix.fsync(fd)
+
+    def _pieces(
+        self, file: int, block: int, fd: int, raw: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield a block's bytes and where they begin, then compare their checksum."""
+        record = self.source.index.files[file]
+        path = self.source.folder / record.name
+        low, high = block_range(block, record.nbytes)
+        crc = 0
+        for at in range(low, high, CHECK_BYTES):
+            piece = raw[: min(CHECK_BYTES, high - at)]
+            view = bytes_of(piece)
+            if not read_exactly(fd, [view], offset=at):
+                raise CheckpointError(f"{path}: got shorter while it was being read")
+            crc = crc32(view, crc)
+            yield at, piece
+            self.progress.advance(len(view))
+        if crc != record.crcs[block]:
+            buffer = bytearray(CHECK_BYTES)  # read it again to say what lies there
+            problem = block_problem(self.source, file, fd=fd, block=block, buffer=buffer)
+            raise CheckpointError(problem or f"{path}: changed while it was being read")
+
+
+def _part(blocks: Sequence[tuple[int, int]], number: int, count: int) -> Sequence[tuple[int, int]]:
+    return blocks[len(blocks) * number // count : len(blocks) * (number + 1) // count]
+
+
+def _blocks_of(copies: Sequence[Copy]) -> list[int]:
+    """Return the blocks that copies read, and the first, which holds the header."""
+    numbers = {0}
+    for copy in copies:
+        if copy.offset < copy.stop:
+            numbers.update(range(copy.offset // BLOCK_BYTES, (copy.stop - 1) // BLOCK_BYTES + 1))
+    return sorted(numbers)
+
+
+def _parts(
+    copies: Sequence[Copy], piece: torch.Tensor, low: int
+) -> Iterator[tuple[Copy, int, torch.Tensor]]:
+    """Yield what of each copy lies in a piece, as it goes out, and the byte where it goes.
+
+    Pieces begin at multiples of every element size, so no element lies in two.
+
+    Args:
+        copies: those of the piece's file.
+        piece: uint8 ``[n]``.
+        low: where the piece begins in its file.
+    """
+    high = low + piece.numel()
+    for copy in copies[bisect_right(copies, low, key=_stop_of) :]:
+        if copy.offset >= high:
+            return
+        first, last = max(copy.offset, low), min(copy.stop, high)
+        if first < last:
+            at = copy.at + (first - copy.offset) // copy.stored.itemsize * copy.dtype.itemsize
+            part = piece[first - low : last - low]
+            if copy.stored != copy.dtype:
+                part = part.view(copy.stored).to(copy.dtype)
+            yield copy, at, part
+
+
+def _stop_of(copy: Copy) -> int:
+    return copy.stop

@@ -1,0 +1,185 @@
+"""Writing a checkpoint's model as Hugging Face files, block by block."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shard_ckpt import _posix
+from shard_ckpt._agree import agree, attempt
+from shard_ckpt._blocks import write_file
+from shard_ckpt._check import Source
+from shard_ckpt._draft import Draft, draft_path, sweep
+from shard_ckpt._errors import CheckpointError
+from shard_ckpt._hf_copy import copy_blocks, write_all
+from shard_ckpt._hf_folder import HF_STEM, INDEX_SUFFIX, SUFFIX, encode_weight_map
+from shard_ckpt._hf_layout import (
+    OutFile,
+    choose_items,
+    doubles,
+    lay_out_files,
+    parse_size,
+    weight_map,
+)
+from shard_ckpt._log import logger
+from shard_ckpt._marker import read_index
+from shard_ckpt._naming import Naming
+from shard_comm import Comm, comm_for
+
+_DRAFT_STEM = "export"
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    source: Source
+    files: Sequence[OutFile]
+    draft: Draft | None
+    export_id: str
+
+    def ids(self) -> tuple[str, str]:
+        """Return which checkpoint this rank sees, and what rank 0 calls the export."""
+        return self.source.index.save_id, self.export_id
+
+
+def export_hf(
+    ckpt: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: str | int = "5GB",
+    comm: Comm | None = None,
+    section: str = "model",
+    names: Naming | None = None,
+    cast: torch.dtype | None = None,
+    timeout_s: float | None = None,
+) -> tuple[str, ...]:
+    """Write a section of a committed checkpoint as safetensors files for ``from_pretrained``.
+
+    Needs the checkpoint alone, not the model's code, and runs on any number of ranks. The files'
+    headers and sizes follow from the index, so rank 0 makes them whole at first; then each rank
+    reads its share of the checkpoint's 16 MiB blocks, writes what they hold where it belongs, and
+    compares their checksums. The files get their names last.
+
+    Args:
+        ckpt: a folder that ``save`` made.
+        path: the folder for the files. It may exist, but must hold no safetensors files.
+        max_shard_size: bytes of tensors per file, ``"5GB"`` or ``"5GiB"`` say. One file is
+            ``model.safetensors``; several come with ``model.safetensors.index.json``.
+        comm: the ranks that share the work; by default those of the process group.
+        section: which of the checkpoint's sections.
+        names: how the checkpoint's names become those in the files, and which tied ones to leave
+            out. Tied tensors that are not declared are written under each name.
+        cast: what floating-point tensors become; by default they stay as stored.
+        timeout_s: how long a rank waits for the slowest one, at each of three exchanges.
+
+    Returns:
+        The names of the files, the index last.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        CheckpointError: it is not a whole, unaltered checkpoint.
+        FileExistsError: ``path`` holds safetensors files.
+        ValueError: names, ties, section, size or dtype do not fit the checkpoint.
+        OSError: reading or writing failed. Any error of one rank is raised on all, and no file
+            is left.
+
+    **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
+    **Memory**: 512 KiB for each of up to four threads per rank, and what comes of it where tensors
+    are cast.
+    """
+    comm = comm_for(comm)
+    folder = Path(path)
+    with ExitStack() as stack:
+
+        def prepare() -> _Prepared:
+            source = Source(Path(ckpt), read_index(Path(ckpt)))
+            items = choose_items(source.index, section=section, names=names or Naming(), cast=cast)
+            files = lay_out_files(items, max_bytes=parse_size(max_shard_size))
+            if comm.rank != 0:
+                return _Prepared(source, files, None, "")
+            return _prepare_files(source, files, folder, stack)
+
+        prepared = attempt(prepare)
+        heard = agree(
+            comm,
+            prepared,
+            share=lambda p: (p.source.index.save_id, p.export_id),
+            timeout_s=timeout_s,
+        )
+        mine = prepared.value()
+        for rank, (save_id, _) in enumerate(heard):
+            if save_id != heard[0][0]:
+                raise CheckpointError(
+                    f"{ckpt}: rank 0 sees save {heard[0][0]}, rank {rank} of {comm.size} sees "
+                    f"{save_id}; export from a folder that all ranks share"
+                )
+        place = draft_path(folder / _DRAFT_STEM, heard[0][1])
+        written = attempt(lambda: copy_blocks(mine.source, mine.files, place, comm=comm))
+        agree(comm, written, share=lambda _: None, timeout_s=timeout_s)
+        published = attempt(lambda: _publish(mine, folder))
+        return agree(comm, published, share=lambda made: made, timeout_s=timeout_s)[0]
+
+
+def _prepare_files(
+    source: Source, files: Sequence[OutFile], folder: Path, stack: ExitStack
+) -> _Prepared:
+    if folder.is_dir():
+        sweep(folder)
+        for name in sorted(os.listdir(folder)):
+            if name.endswith((SUFFIX, INDEX_SUFFIX)):
+                raise FileExistsError(
+                    f"{folder / name}: in the way; remove the model or choose another folder"
+                )
+    for owner, other in doubles([item for file in files for item in file.items]):
+        logger.warning(
+            "%s and %s are one tensor in the checkpoint and are both written; declare a tie to "
+            "leave one out",
+            owner,
+            other,
+        )
+    export_id = uuid.uuid4().hex
+    draft = stack.enter_context(Draft(folder / _DRAFT_STEM, export_id))
+    for file in files:
+        fd = _posix.create(draft.path / file.name)
+        try:
+            _posix.resize(fd, file.nbytes)
+            write_all(fd, memoryview(file.header), 0)
+            _posix.fsync(fd)
+        finally:
+            os.close(fd)
+    return _Prepared(source, files, draft, export_id)
+
+
+def _publish(mine: _Prepared, folder: Path) -> tuple[str, ...]:
+    made = tuple(file.name for file in mine.files)
+    index_name = f"{HF_STEM}{INDEX_SUFFIX}"
+    if len(made) > 1:
+        made = (*made, index_name)
+    if mine.draft is None:
+        return made
+    if len(mine.files) > 1:
+        items = [item for file in mine.files for item in file.items]
+        encoded = encode_weight_map(
+            weight_map(mine.files),
+            nbytes=sum(item.nbytes for item in items),
+            numel=sum(item.record.numel for item in items),
+        )
+        write_file(mine.draft.path / index_name, encoded)
+    placed: list[Path] = []
+    try:
+        for name in made:
+            if os.path.lexists(folder / name):
+                raise FileExistsError(f"{folder / name}: made by somebody else in the meantime")
+            _posix.rename(mine.draft.path / name, folder / name)
+            placed.append(folder / name)
+        _posix.sync_folder(folder)
+    except OSError:
+        for path in placed:
+            path.unlink(missing_ok=True)
+        raise
+    return made

@@ -1,0 +1,163 @@
+"""Loading Hugging Face files into a model, each rank its own ranges."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shard_ckpt._agree import agree, attempt
+from shard_ckpt._blocks import BLOCK_BYTES, read_exactly
+from shard_ckpt._check import Source, open_checked
+from shard_ckpt._cut import cut_leaves
+from shard_ckpt._errors import CheckpointError
+from shard_ckpt._fill import fill
+from shard_ckpt._hf_folder import HF_SECTION, open_hf
+from shard_ckpt._log import logger
+from shard_ckpt._match import Read, Target, match
+from shard_ckpt._naming import Naming
+from shard_ckpt._plan import digest_of
+from shard_ckpt._state import Leaf
+from shard_comm import Comm, comm_for
+
+
+@dataclass(frozen=True)
+class _Opened:
+    source: Source
+    targets: Sequence[Target]
+    twins: Sequence[tuple[Target, Target]]
+
+    def digest(self) -> str:
+        index = self.source.index
+        rows = [[r.name, r.dtype, r.shape, r.ranges] for _, r in sorted(index.tensors.items())]
+        return digest_of([*rows, *([file.name, file.nbytes] for file in index.files)])
+
+
+def load_hf(
+    model: torch.nn.Module | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    comm: Comm | None = None,
+    names: Naming | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    timeout_s: float | None = None,
+) -> None:
+    """Fill a model from safetensors files as the Hugging Face libraries lay them out.
+
+    Each rank reads only the bytes of the elements it holds, straight into them where they are on
+    the CPU, contiguous and of the stored dtype. Headers, names, shapes and dtypes are checked on
+    all ranks before anything is written; such files have no checksums, so contents cannot be.
+
+    Parameters that are one tensor under several names need one of the names in the files; if
+    there are more, they must hold the same bytes.
+
+    Args:
+        model: a module, of which ``state_dict()`` is filled, or a mapping of tensors. Plain tensors
+            are filled whole, ``ShardTensor`` and ``DTensor`` with this rank's part.
+        path: a folder with one ``.safetensors`` file, or several and a
+            ``.safetensors.index.json``; or such a file.
+        comm: the ranks that hold the model; by default those of the process group.
+        names: how the model's names become those in the files.
+        strict: model and files must have the same names. Else what both have is loaded and the
+            rest is logged.
+        cast: convert between floating-point dtypes (and between complex ones).
+        timeout_s: how long a rank waits for the slowest one, at each of two exchanges.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        CheckpointError: the files are damaged or not those that their index names.
+        ValueError: names, shapes or dtypes of model and files do not fit.
+        TypeError: the model holds a tensor of a kind that cannot be filled.
+        OSError: reading failed. Any error of one rank is raised on all. Tensors are untouched,
+            unless reading failed after all checks had passed.
+
+    **Collective**: all ranks of ``comm``; two exchanges of small objects, no tensors.
+    **Memory**: up to 32 MiB per device for tensors that are not read into directly, and a copy of
+    one tensor at a time where tensors are not contiguous.
+    """
+    comm = comm_for(comm)
+    opened = attempt(lambda: _open(model, path, names or Naming(), strict=strict, cast=cast))
+    heard = agree(comm, opened, share=lambda o: o.digest(), timeout_s=timeout_s)
+    for rank, digest in enumerate(heard):
+        if digest != heard[0]:
+            raise CheckpointError(
+                f"{path}: rank 0 and rank {rank} of {comm.size} see different files; load from a "
+                f"folder that all ranks share"
+            )
+    mine = opened.value()
+    filled = attempt(lambda: fill(mine.source, mine.targets))
+    if filled.error is not None:
+        logger.error("%s: reading failed after all checks; tensors are filled in part", path)
+    agree(comm, filled, share=lambda _: None, timeout_s=timeout_s)
+
+
+def _open(
+    model: torch.nn.Module | Mapping[str, Any],
+    path: str | os.PathLike[str],
+    names: Naming,
+    *,
+    strict: bool,
+    cast: bool,
+) -> _Opened:
+    held = model.state_dict() if isinstance(model, torch.nn.Module) else model
+    tensors = {name: tensor for name, tensor in held.items() if not name.endswith("_extra_state")}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    in_files = names.table(tensors, what="the model")
+    source = open_hf(path)
+    known = {name for _, name in source.index.tensors}
+    groups: dict[object, list[Leaf]] = {}
+    for leaf in cut_leaves(tensors, section=HF_SECTION):
+        name = in_files[leaf.name]
+        name = name if name in known else names.ties.get(name, name)
+        key = leaf.alias_key or (name, leaf.start)
+        groups.setdefault(key, []).append(replace(leaf, name=name))
+    wanted = [leaf for group in groups.values() for leaf in _sources(group, known)]
+    targets = match(wanted, source.index, strict=strict, cast=cast)
+    first: dict[object, Target] = {}
+    twins = []
+    for target in targets:
+        leaf = target.leaf
+        owner = first.setdefault(leaf.alias_key or (leaf.name, leaf.start), target)
+        if owner is not target:
+            twins.append((owner, target))
+    opened = _Opened(source, list(first.values()), twins)
+    for one, other in twins:
+        _check_twins(source, one, other)
+    return opened
+
+
+def _sources(group: Sequence[Leaf], known: set[str]) -> list[Leaf]:
+    """Return the leaves of one tensor that files have, each name once; all if they have none."""
+    by_name = {leaf.name: leaf for leaf in group}
+    there = [leaf for name, leaf in by_name.items() if name in known]
+    return there or list(by_name.values())
+
+
+def _check_twins(source: Source, one: Target, other: Target) -> None:
+    """Check that two names of one tensor hold the same bytes, as far as this rank needs them."""
+    text = (
+        f"{one.leaf.label} and {other.leaf.label} are one tensor in the model, but differ in the "
+        f"files"
+    )
+    if one.record.dtype != other.record.dtype:
+        raise ValueError(f"{text} in dtype: {one.record.dtype} and {other.record.dtype}")
+    for left, right in zip(one.reads(), other.reads(), strict=True):
+        pairs = zip(_windows(source, left), _windows(source, right), strict=True)
+        if any(mine != theirs for mine, theirs in pairs):
+            raise ValueError(f"{text}; untie them, or correct the files")
+
+
+def _windows(source: Source, read: Read) -> Iterator[bytearray]:
+    with open_checked(source, read.file) as fd:
+        for at in range(0, read.nbytes, BLOCK_BYTES):
+            window = bytearray(min(BLOCK_BYTES, read.nbytes - at))
+            if not read_exactly(fd, [memoryview(window)], offset=read.offset + at):
+                path = source.folder / source.index.files[read.file].name
+                raise CheckpointError(f"{path}: got shorter while it was being read")
+            yield window

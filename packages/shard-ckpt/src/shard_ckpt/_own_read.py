@@ -1,0 +1,104 @@
+"""Checkpoints and Hugging Face folders as states with stand-ins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shard_ckpt._blocks import BLOCK_BYTES, block_count, block_range
+from shard_ckpt._check import Source, check_blocks
+from shard_ckpt._dtypes import torch_dtype
+from shard_ckpt._extras import read_values
+from shard_ckpt._files import TENSOR_SUFFIX
+from shard_ckpt._fill import fill
+from shard_ckpt._hf_folder import HF_SECTION, open_hf
+from shard_ckpt._index import TensorId, TensorRecord
+from shard_ckpt._lazy import LazyTensors
+from shard_ckpt._marker import read_index
+from shard_ckpt._match import Target
+from shard_ckpt._progress import Progress
+from shard_ckpt._state import Leaf
+from shard_ckpt._values import RankValues, TensorRef
+
+_BLOCKS_AT_ONCE = 16  # between two reports of progress
+
+
+def read_own(path: Path, lazy: LazyTensors) -> dict[str, Any]:
+    """Return the state in a checkpoint, its tensors as stand-ins. Local.
+
+    Every block is read and its checksum compared first. Per-rank values come out as lists.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: it is not a whole, unaltered checkpoint.
+    """
+    source = Source(path, read_index(path))
+    values = read_values(path, source.index, rank=0, world_size=0)
+    _check_all(source)
+    made: dict[TensorId, torch.Tensor] = {}
+
+    def tensor(ref: TensorRef) -> torch.Tensor:
+        record = source.index.tensors[ref.section, ref.name]
+        owner = source.index.tensors[record.tie] if record.tie else record
+        if owner.shape == record.shape:  # tied tensors stay one where they can
+            record = owner
+        key = (record.section, record.name)
+        if key not in made:
+            made[key] = _stand_in(source, record, lazy)
+        return made[key]
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, TensorRef):
+            return tensor(node)
+        if isinstance(node, dict):
+            return {key: walk(item) for key, item in node.items()}
+        if type(node) in (list, tuple):
+            return type(node)(walk(item) for item in node)
+        return list(node) if isinstance(node, RankValues) else node
+
+    return {section: walk(node) for section, node in values.items()}
+
+
+def read_hf(path: Path, lazy: LazyTensors) -> dict[str, Any]:
+    """Return a Hugging Face folder or file as a state with the section ``model``. Local."""
+    source = open_hf(path)
+    return {
+        HF_SECTION: {
+            record.name: _stand_in(source, record, lazy) for record in source.index.tensors.values()
+        }
+    }
+
+
+def _check_all(source: Source) -> None:
+    """Check every tensor file; those of values were checked when they were read."""
+    progress = Progress(source.index.nbytes)
+    for number, file in enumerate(source.index.files):
+        if file.name.endswith(TENSOR_SUFFIX):
+            blocks = range(block_count(file.nbytes))
+            for at in range(0, len(blocks), _BLOCKS_AT_ONCE):
+                some = blocks[at : at + _BLOCKS_AT_ONCE]
+                check_blocks(source, {number: some})
+                progress.advance(block_range(some[-1], file.nbytes)[1] - at * BLOCK_BYTES)
+
+
+def read_record(source: Source, record: TensorRecord) -> torch.Tensor:
+    """Read a whole tensor. Local."""
+    section, name, shape = record.section, record.name, record.shape
+    tensor = torch.empty(shape, dtype=stored_dtype(record))
+    leaf = Leaf(section, name, tensor, shape, 0, record.numel, None, tensor)
+    fill(source, [Target(leaf, record)])
+    return tensor
+
+
+def stored_dtype(record: TensorRecord) -> torch.dtype:
+    """Return the dtype of a tensor on disk. Local."""
+    dtype = torch_dtype(record.dtype)
+    if dtype is None:
+        raise AssertionError(f"{record.label}: dtype {record.dtype!r} was let through")
+    return dtype
+
+
+def _stand_in(source: Source, record: TensorRecord, lazy: LazyTensors) -> torch.Tensor:
+    return lazy.add(stored_dtype(record), record.shape, lambda: read_record(source, record))

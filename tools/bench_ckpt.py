@@ -1,0 +1,406 @@
+"""Time saving and loading of a GPT with its AdamW state, in ratios within one run.
+
+    python tools/bench_ckpt.py [--rounds N] [--models 69M 300M] [--folder DIR] [--json PATH]
+
+Two ranks over Gloo, one thread each. Ours, torch.distributed.checkpoint and plain writing take
+turns in every round; ratios are medians over rounds. Files are read back from the page cache, as
+far as it holds them. Give ``--folder`` to measure another file system than that of the current
+directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shard_ckpt import load, save, save_async
+from shard_ckpt._crc import implementation
+from shard_comm import Comm, SoloComm
+from shard_flat import ParamSpec, ShardTensor, plan_layout
+from shard_testing import run_ranks, run_threads
+
+RANKS = 2
+OTHER_RANKS = 3
+SLOTS = ("param", "exp_avg", "exp_avg_sq")
+MIB = 1 << 20
+
+Times = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: what is measured.
+        ours: the figure.
+        reference: what it is held against, in the same unit.
+        ratio: ours divided by the reference.
+        target: the most that the ratio may be.
+    """
+
+    name: str
+    ours: float
+    reference: float
+    ratio: float
+    target: float
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a GPT with an output layer of its own."""
+
+    vocab: int
+    width: int
+    blocks: int
+
+
+SIZES = {"69M": Size(8192, 768, 8), "300M": Size(8192, 1024, 24)}
+
+
+def units_of(size: Size) -> list[list[ParamSpec]]:
+    """Return the parameters of each unit: embedding, blocks, output."""
+    width = size.width
+
+    def block(prefix: str) -> list[ParamSpec]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "norm1.weight": (width,),
+            "attn.qkv.weight": (3 * width, width),
+            "attn.out.weight": (width, width),
+            "norm2.weight": (width,),
+            "mlp.up.weight": (4 * width, width),
+            "mlp.down.weight": (width, 4 * width),
+        }
+        return [ParamSpec(f"{prefix}.{n}", shape, torch.float32) for n, shape in shapes.items()]
+
+    return [
+        [ParamSpec("embed.weight", (size.vocab, width), torch.float32)],
+        *(block(f"blocks.{number}") for number in range(size.blocks)),
+        [
+            ParamSpec("norm.weight", (width,), torch.float32),
+            ParamSpec("head.weight", (size.vocab, width), torch.float32),
+        ],
+    ]
+
+
+def numel_of(size: Size) -> int:
+    """Return the number of parameters."""
+    return sum(spec.numel for unit in units_of(size) for spec in unit)
+
+
+class Carver:
+    """Hands out consecutive parts of one buffer, so that both sides use the same memory."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._at = 0
+
+    def take(self, numel: int) -> torch.Tensor:
+        """Return the next ``numel`` elements, flat."""
+        part = self._buffer[self._at : self._at + numel]
+        self._at += numel
+        return part
+
+
+def our_state(size: Size, comm: Comm, buffer: torch.Tensor) -> dict[str, Any]:
+    """Return the state as flat shards, one per unit and slot."""
+    carver = Carver(buffer)
+    model: dict[str, Any] = {}
+    slots: dict[str, dict[str, Any]] = {}
+    for unit in units_of(size):
+        layout = plan_layout(unit, comm.size)
+        for slot in SLOTS:
+            shard = carver.take(layout.shard_numel)
+            for at, (spec, piece) in enumerate(zip(unit, layout.pieces(comm.rank), strict=True)):
+                local = shard[piece.offset : piece.offset + piece.numel]
+                tensor = ShardTensor(local, layout.shard_spec(comm.rank, at), comm=comm)
+                if slot == "param":
+                    model[spec.name] = tensor
+                    slots[spec.name] = {"step": torch.tensor(1.0)}
+                else:
+                    slots[spec.name][slot] = tensor
+    groups = [{"lr": 1e-3, "params": list(model)}]
+    return {"model": model, "optim": {"state": slots, "param_groups": groups}, "step": 1}
+
+
+def dcp_state(size: Size, mesh: DeviceMesh, buffer: torch.Tensor) -> dict[str, Any]:
+    """Return the state as torch's FSDP2 shards it: rows over ranks."""
+    carver = Carver(buffer)
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    result: dict[str, Any] = {"step": 1}
+    for slot in SLOTS:
+        for unit in units_of(size):
+            for spec in unit:
+                shape = torch.Size(spec.shape)
+                rows = shape[0] * (rank + 1) // ranks - shape[0] * rank // ranks
+                local = carver.take(rows * (spec.numel // shape[0])).view(rows, *shape[1:])
+                result[f"{slot}.{spec.name}"] = DTensor.from_local(
+                    local, mesh, [Shard(0)], shape=shape, stride=torch.empty(shape).stride()
+                )
+    return result
+
+
+def buffer_for(size: Size, ranks: int) -> torch.Tensor:
+    """Return memory for one rank's part of the state, written once."""
+    room = numel_of(size) * len(SLOTS) // ranks + 64 * 1024
+    return torch.randn(room, generator=torch.Generator().manual_seed(0))
+
+
+def timed(comm: Comm, work: Callable[[], object]) -> float:
+    """Return the seconds from when all ranks begin to when all are done."""
+    comm.barrier()
+    began = time.perf_counter()
+    work()
+    comm.barrier()
+    return time.perf_counter() - began
+
+
+def write_plainly(buffer: torch.Tensor, path: Path) -> None:
+    """Write a rank's bytes one after another, and make them durable; no checksums."""
+    view = memoryview(buffer.numpy()).cast("B")
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    for low in range(0, len(view), 16 * MIB):
+        part = view[low : low + 16 * MIB]
+        while part:
+            part = part[os.write(fd, part) :]
+    os.fsync(fd)
+    os.close(fd)
+
+
+def time_saves(comm: Comm, name: str, folder: str, rounds: int) -> Times:
+    """Return seconds of saving ours, torch's and plain bytes, in turns."""
+    size, root = SIZES[name], Path(folder)
+    buffer = buffer_for(size, comm.size)
+    ours = our_state(size, comm, buffer)
+    theirs = dcp_state(size, init_device_mesh("cpu", (comm.size,)), buffer)
+    plain = buffer[: numel_of(size) * len(SLOTS) // comm.size]
+    works: dict[str, Callable[[Path], object]] = {
+        "ours": lambda path: save(ours, path, comm=comm),
+        "dcp": lambda path: dcp.save(theirs, checkpoint_id=path),
+        "plain": lambda path: write_plainly(plain, path.with_name(f"plain-{comm.rank}")),
+    }
+    times: Times = {kind: [] for kind in works}
+    for number in range(rounds + 1):
+        for kind, work in works.items():
+            path = root / f"{kind}-{number}"
+            took = timed(comm, lambda work=work, path=path: work(path))  # type: ignore[misc]
+            if number:  # the first is not counted
+                times[kind].append(took)
+            if comm.rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+                for rank in range(comm.size):
+                    path.with_name(f"plain-{rank}").unlink(missing_ok=True)
+            comm.barrier()
+    return times
+
+
+def time_stalls(comm: Comm, name: str, folder: str, rounds: int) -> Times:
+    """Return seconds for which the loop stands still, and of a memory copy of the same bytes."""
+    size, root = SIZES[name], Path(folder)
+    buffer = buffer_for(size, comm.size)
+    state = our_state(size, comm, buffer)
+    source = buffer[: numel_of(size) * len(SLOTS) // comm.size]
+    copy = torch.zeros_like(source)
+    times: Times = {"stall": [], "copy": [], "first": []}
+    for number in range(rounds + 1):
+        path = root / f"async-{number}"
+        comm.barrier()
+        began = time.perf_counter()
+        handle = save_async(state, path, comm=comm)
+        stalled = time.perf_counter() - began
+        times["stall" if number else "first"].append(stalled)
+        handle.wait()
+        comm.barrier()
+        began = time.perf_counter()
+        copy.copy_(source)
+        if number:
+            times["copy"].append(time.perf_counter() - began)
+        if comm.rank == 0:
+            shutil.rmtree(path)
+        comm.barrier()
+    return times
+
+
+def write_for_loads(comm: Comm, name: str, folder: str) -> None:
+    """Leave one checkpoint of ours and one of torch's."""
+    size, root = SIZES[name], Path(folder)
+    buffer = buffer_for(size, comm.size)
+    save(our_state(size, comm, buffer), root / "same", comm=comm)
+    mesh = init_device_mesh("cpu", (comm.size,))
+    dcp.save(dcp_state(size, mesh, buffer), checkpoint_id=root / "dcp")
+
+
+def write_by_others(comm: Comm, name: str, folder: str) -> None:
+    """Leave a checkpoint of ours from another number of ranks."""
+    size = SIZES[name]
+    state = our_state(size, comm, buffer_for(size, comm.size))
+    save(state, Path(folder) / "other", comm=comm)
+
+
+def time_loads(comm: Comm, name: str, folder: str, rounds: int) -> Times:
+    """Return seconds of loading, and this rank's bytes read and memory taken by ours."""
+    size, root = SIZES[name], Path(folder)
+    buffer = buffer_for(size, comm.size)
+    ours = our_state(size, comm, buffer)
+    theirs = dcp_state(size, init_device_mesh("cpu", (comm.size,)), buffer)
+    works: dict[str, Callable[[], object]] = {
+        "same": lambda: load(ours, root / "same", comm=comm),
+        "other": lambda: load(ours, root / "other", comm=comm),
+        "dcp": lambda: dcp.load(theirs, checkpoint_id=root / "dcp"),
+    }
+    times: Times = {kind: [] for kind in works}
+    times["share"] = [numel_of(size) * len(SLOTS) * 4 / comm.size]
+    for kind in ("same", "other"):
+        drop_cached(root / kind, comm)
+        before, resident = read_bytes(), reset_peak()
+        load(ours, root / kind, comm=comm)
+        times[f"{kind} read"] = [read_bytes() - before]
+        times[f"{kind} memory"] = [peak_bytes() - resident]
+    for number in range(rounds + 1):
+        for kind, work in works.items():
+            took = timed(comm, work)
+            if number:
+                times[kind].append(took)
+    return times
+
+
+def drop_cached(folder: Path, comm: Comm) -> None:
+    """Ask the system to forget what it holds of a folder's files, so that reads are seen."""
+    comm.barrier()
+    if comm.rank == 0:
+        for path in folder.iterdir():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+    comm.barrier()
+
+
+def _status(path: str, key: str) -> int:
+    for line in Path(path).read_text(encoding="ascii").splitlines():
+        if line.startswith(key):
+            return int(line.split()[1])
+    raise RuntimeError(f"{path}: no {key}")
+
+
+def read_bytes() -> int:
+    """Return what this process has caused to be read from storage, in bytes."""
+    return _status("/proc/self/io", "read_bytes:")
+
+
+def reset_peak() -> int:
+    """Forget the peak of resident memory; return what is resident now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return _status("/proc/self/status", "VmRSS:") * 1024
+
+
+def peak_bytes() -> int:
+    """Return the most that was resident since ``reset_peak``, in bytes."""
+    return _status("/proc/self/status", "VmHWM:") * 1024
+
+
+def row(name: str, ours: list[float], reference: list[float], target: float) -> Row:
+    """Return medians, and the median of the ratios of the rounds."""
+    ratio = statistics.median(a / b for a, b in zip(ours, reference, strict=True))
+    return Row(name, statistics.median(ours), statistics.median(reference), ratio, target)
+
+
+def save_rows(name: str, folder: Path, rounds: int) -> list[Row]:
+    """Saving against torch.distributed.checkpoint and plain writing; the stall of async."""
+    saved = run_ranks(time_saves, RANKS, name, str(folder), rounds, timeout_s=1800)[0]
+    stalls = run_ranks(time_stalls, RANKS, name, str(folder), rounds, timeout_s=1800)
+    longest = [max(pair) for pair in zip(*(times["stall"] for times in stalls), strict=True)]
+    copies = [max(pair) for pair in zip(*(times["copy"] for times in stalls), strict=True)]
+    first = [max(times["first"][0] for times in stalls)]
+    return [
+        row(f"{name}: save, s, against torch", saved["ours"], saved["dcp"], 1.0),
+        row(f"{name}: save, s, against plain writing", saved["ours"], saved["plain"], 1.25),
+        row(f"{name}: async stall, s, against a memory copy", longest, copies, 1.2),
+        row(f"{name}: first async stall, s, likewise", first, copies[:1], float("inf")),
+    ]
+
+
+def load_rows(name: str, folder: Path, rounds: int) -> list[Row]:
+    """Loading against torch.distributed.checkpoint and against another number of ranks."""
+    run_ranks(write_for_loads, RANKS, name, str(folder), timeout_s=600)
+    run_threads(write_by_others, OTHER_RANKS, name, str(folder), timeout_s=600)
+    loaded = run_ranks(time_loads, RANKS, name, str(folder), rounds, timeout_s=1800)
+    times = loaded[0]
+    rows = [
+        row(f"{name}: load, s, against torch", times["same"], times["dcp"], 1.0),
+        row(f"{name}: load of {OTHER_RANKS} ranks', s", times["other"], times["same"], 1.2),
+    ]
+    for kind, what in (("same", "load"), ("other", f"load of {OTHER_RANKS} ranks'")):
+        read = max(t[f"{kind} read"][0] / MIB for t in loaded)
+        mean = sum(t[f"{kind} read"][0] / MIB for t in loaded) / len(loaded)
+        held = max(t[f"{kind} memory"][0] / MIB for t in loaded)
+        share = times["share"][0] / MIB
+        rows.append(row(f"{name}: {what}, MiB from storage, mean", [mean], [share], 1.01))
+        rows.append(row(f"{name}: {what}, MiB from storage, most", [read], [share], 1.01))
+        rows.append(row(f"{name}: {what}, MiB of memory besides", [held], [64.0], 1.0))
+    return rows
+
+
+def tiny_rows(folder: Path) -> list[Row]:
+    """Save and load of many tiny tensors, and of a tenth as many: linear is a ratio of 10."""
+    found: dict[int, tuple[float, float]] = {}
+    for count in (10_000, 100_000):
+        state = {"m": {f"layers.{at}.w": torch.ones(3) for at in range(count)}}
+        path = folder / f"tiny-{count}"
+        began = time.perf_counter()
+        save(state, path, comm=SoloComm())
+        saved = time.perf_counter()
+        load(state, path, comm=SoloComm())
+        found[count] = saved - began, time.perf_counter() - saved
+    few, many = found[10_000], found[100_000]
+    return [
+        row("100,000 tiny tensors: save, s, against 10,000", [many[0]], [few[0]], 15.0),
+        row("100,000 tiny tensors: load, s, against 10,000", [many[1]], [few[1]], 15.0),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; exit status 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description="Time saving and loading of checkpoints.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=sorted(SIZES), default=["69M", "300M"])
+    parser.add_argument("--folder", type=Path, help="where to write, by default here")
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    arguments = parser.parse_args(argv)
+    rows = []
+    for name in arguments.models:
+        for measure in (save_rows, load_rows):
+            with tempfile.TemporaryDirectory(dir=arguments.folder or Path.cwd()) as folder:
+                rows += measure(name, Path(folder), arguments.rounds)
+    with tempfile.TemporaryDirectory(dir=arguments.folder or Path.cwd()) as folder:
+        rows += tiny_rows(Path(folder))
+    checksums = implementation().__module__
+    print(f"torch {torch.__version__}, {RANKS} ranks, {arguments.rounds} rounds, medians")
+    print(f"checksums by {checksums}")
+    print(f"{'':<58}{'ours':>10}{'reference':>12}{'ratio':>8}{'target':>8}")
+    for line in rows:
+        print(
+            f"{line.name:<58}{line.ours:>10.3f}{line.reference:>12.3f}{line.ratio:>8.3f}"
+            f"{line.target:>8.2f}"
+        )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(line) for line in rows], indent=2) + "\n")
+    return 0 if all(line.ratio <= line.target for line in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Time the export of Hugging Face files against torch's consolidation, in one run.
+
+    python tools/bench_hf.py [--width N] [--layers N] [--rounds N] [--folder PATH] [--json PATH]
+
+Two ranks are two processes over Gloo with one thread each. Both sides begin with what two ranks
+saved of the same model, whole rows on each, and end with the same files. Ours and the reference
+take turns in every round; a round lasts as long as its slower rank, and the ratio is the median
+over rounds. Ours compares checksums and waits until the files are durable, torch does neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files,
+    consolidate_safetensors_files_on_every_rank,
+)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shard_ckpt import export_hf, save
+from shard_comm import Comm, SoloComm
+from shard_flat import shard_tensor
+from shard_testing import run_ranks
+
+_WORLD_SIZE = 2
+_FILES = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        name: What is measured.
+        reference: What it is measured against.
+        ours_s: Median time of a round.
+        reference_s: Median time of a round of the reference.
+        speedup: Median over rounds of the reference divided by ours.
+        target: What the speed-up is to reach; None where nothing is promised.
+    """
+
+    name: str
+    reference: str
+    ours_s: float
+    reference_s: float
+    speedup: float
+    target: float | None
+
+
+def shapes_of(width: int, layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the parameters of a decoder."""
+    result: dict[str, tuple[int, ...]] = {"embed.weight": (32_000, width)}
+    for layer in range(layers):
+        name = f"layers.{layer}"
+        result |= {f"{name}.attn.{part}.weight": (width, width) for part in "qkvo"}
+        result |= {f"{name}.mlp.up.weight": (4 * width, width)}
+        result |= {f"{name}.mlp.down.weight": (width, 4 * width)}
+        result |= {f"{name}.norm.weight": (width,)}
+    return result
+
+
+def prepare(comm: Comm, folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Save the model on both sides; return which file each tensor goes to on torch's."""
+    mesh = init_device_mesh("cpu", (comm.size,))
+    ours, theirs = {}, {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        full = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+        ours[name] = shard_tensor(full, comm=comm, name=name)
+        theirs[name] = distribute_tensor(full, mesh, [Shard(0)])
+    save({"model": ours}, folder / "ours", comm=comm)
+    names = list(shapes)
+    files = {name: 1 + at * _FILES // len(names) for at, name in enumerate(names)}
+    writer = HuggingFaceStorageWriter(
+        path=str(folder / "theirs"), fqn_to_index_mapping=files, save_distributed=True
+    )
+    save_dcp(theirs, storage_writer=writer)
+    return files
+
+
+def bench_rank(
+    comm: Comm, folder: Path, shapes: dict[str, tuple[int, ...]], rounds: int
+) -> list[Row]:
+    """Time all rows on one rank; all ranks get the same rows."""
+    files = prepare(comm, folder, shapes)
+    nbytes = 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
+    out, other = folder / "out", folder / "other"
+    limit = nbytes // _FILES + (1 << 20)
+
+    def ours() -> None:
+        export_hf(folder / "ours", out, comm=comm, max_shard_size=limit)
+
+    def ours_alone() -> None:
+        if comm.rank == 0:
+            export_hf(folder / "ours", out, comm=SoloComm(), max_shard_size=limit)
+
+    def theirs() -> None:
+        consolidate_safetensors_files_on_every_rank(str(folder / "theirs"), str(other), files)
+
+    def theirs_alone() -> None:
+        if comm.rank == 0:
+            consolidate_safetensors_files(str(folder / "theirs"), str(other), files)
+
+    first, every = "consolidation as DCP's save runs it", "consolidation on every rank"
+    rows = []
+    for name, reference, one, two, target in [
+        ("export by two ranks", first, ours, theirs_alone, 3.0),
+        ("export by one process", first, ours_alone, theirs_alone, None),
+        ("export by two ranks", every, ours, theirs, None),
+    ]:
+        mine, his = [], []
+        for turn in range(rounds + 1):
+            pair = (timed(comm, one, out), timed(comm, two, other))
+            if comm.rank == 0 and turn == 0:
+                check_same(out, other)
+            if turn:  # the first round warms up
+                mine.append(pair[0])
+                his.append(pair[1])
+        ratio = statistics.median(b / a for a, b in zip(mine, his, strict=True))
+        rows.append(
+            Row(name, reference, statistics.median(mine), statistics.median(his), ratio, target)
+        )
+    return rows
+
+
+def timed(comm: Comm, work: Callable[[], None], out: Path) -> float:
+    """Return the seconds that the slower rank took to fill an empty folder."""
+    if comm.rank == 0:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        os.sync()
+    comm.barrier()
+    begin = time.perf_counter()
+    work()
+    seconds: list[float] = comm.all_gather_object(time.perf_counter() - begin)
+    return max(seconds)
+
+
+def check_same(one: Path, other: Path) -> None:
+    """Raise if two exports differ."""
+    left, right = (
+        {k: v for p in f.glob("*.safetensors") for k, v in load_file(p).items()}
+        for f in (one, other)
+    )
+    if left.keys() != right.keys() or not all(torch.equal(left[n], right[n]) for n in left):
+        raise AssertionError("the two exports differ")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the comparison; exit status 1 if a target was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--width", type=int, default=1024, help="of the decoder")
+    parser.add_argument("--layers", type=int, default=21, help="of the decoder")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
+    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
+    parser.add_argument("--json", type=Path, help="where to write the rows besides")
+    options = parser.parse_args(argv)
+    shapes = shapes_of(options.width, options.layers)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows: list[Row] = run_ranks(
+            bench_rank, _WORLD_SIZE, Path(folder), shapes, options.rounds, timeout_s=1200
+        )[0]
+    print("| measured | against | ours, s | theirs, s | speed-up | target |")
+    print("|" + "---|" * 6)
+    for row in rows:
+        target = "" if row.target is None else f">= {row.target:g}"
+        print(
+            f"| {row.name} | {row.reference} | {row.ours_s:.2f} | {row.reference_s:.2f} | "
+            f"{row.speedup:.1f} | {target} |"
+        )
+    if options.json is not None:
+        text = json.dumps([asdict(row) for row in rows], indent=2)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 1 if any(row.target is not None and row.speedup < row.target for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
