@@ -138,14 +138,7 @@ def test_the_strategies_store_differently(checkpoints: Path) -> None:
     assert starts("rows-8") == [0, 15, 30]
     assert starts("full-4") == [0, 16, 32]
     assert starts("full-8") == [0, 8, 16, 24, 32]
-    writers = {
-        name: [file.name[:12] for file in inspect(checkpoints / name).files[:-1]]
-        for name in ("full-2", "hybrid-4")
-    }
-    assert writers["full-2"][1:] == ["optim-r00000", "extra-r00000", "model-r00001"]
-    # of each half, one replica writes the model and one the optimizer
-    assert [name for name in writers["hybrid-4"] if name[0] != "e"] == [
-        "model-r00000",
-        "optim-r00001",
-        "model-r00002",
-    ]
+    assert len(starts("hybrid-4")) == 2
+    files = [file.name for file in inspect(checkpoints / "hybrid-4").files]
+    tensors = [name for name in files if name.endswith(".safetensors")]
+    assert {name.partition("-r")[2][:5] for name in tensors} == {f"{n:05d}" for n in range(4)}
