@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shard_ckpt import _posix
-from shard_ckpt._blocks import BLOCK_BYTES, block_range, read_exactly
+from shard_ckpt._blocks import BLOCK_BYTES, Handle, block_range, read_exactly
 from shard_ckpt._check import (
     CHECK_BYTES,
     Source,
@@ -102,7 +102,7 @@ class _Work:
                 _posix.fsync(fd)
 
     def _pieces(
-        self, file: int, block: int, fd: int, raw: torch.Tensor
+        self, file: int, block: int, fd: Handle, raw: torch.Tensor
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a block's bytes and where they begin, then compare their checksum."""
         record = self.source.index.files[file]
