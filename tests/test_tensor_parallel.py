@@ -449,6 +449,7 @@ def _save(comm: Comm, folder: str) -> list[dict[str, torch.Tensor]]:
     _train(model, optimizer, [_batches(2, 0)[mesh["dp"].get_local_rank()]])
     state = _state(model, optimizer)
     shard_ckpt.save(state, f"{folder}/ours", comm=comm)
+    shard_ckpt.save_async(state, f"{folder}/behind", comm=comm).wait()
     dcp_save(state, checkpoint_id=f"{folder}/torchs")
     return [_whole(state), *_load(comm, folder, [(2, 2)])]
 
@@ -490,6 +491,7 @@ def test_checkpoints_move_between_meshes(tmp_path: Path) -> None:
             stored += sum(tensors.get_tensor(key).numel() for key in tensors.keys())  # noqa: SIM118
     steps = sum(1 for _ in _Model().parameters())
     assert stored == elements + steps
+    assert shard_ckpt.diff(tmp_path / "ours", tmp_path / "behind") == ()
     plain = _Model()
     whole = {"model": dict(plain.state_dict())}
     shard_ckpt.load(whole, tmp_path / "ours", comm=SoloComm(), strict=False)

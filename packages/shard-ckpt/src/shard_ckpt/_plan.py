@@ -127,7 +127,7 @@ def plan_entries(
     whole = holdings.whole
     sizes = [(leaf.numel, leaf.tensor.element_size()) for leaf in whole]
     entries = [
-        Entry(whole[at], start, stop, start, holdings.ties_of(whole[at]))
+        Entry(whole[at], start, stop, start - whole[at].start, holdings.ties_of(whole[at]))
         for at, start, stop in deal(sizes, rank=rank, world_size=world_size)
     ]
     for shards, leaves in holdings.pieces.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 
@@ -106,12 +107,16 @@ class Staging:
             at += run.numel()
             sources.append(run)
         at = start
-        for entry in group:
-            part = self._buffer[at : at + entry.nbytes].view(entry.leaf.tensor.dtype)
-            copies[entry.leaf.id] = replace(
-                entry.leaf, tensor=part, start=entry.start, stop=entry.stop, source=part
+        for _, runs in groupby(group, key=lambda entry: entry.leaf.id):  # one, or those of a box
+            entries = list(runs)
+            nbytes = sum(entry.nbytes for entry in entries)
+            leaf = entries[0].leaf
+            part = self._buffer[at : at + nbytes].view(leaf.tensor.dtype)
+            first = leaf.start + entries[0].at
+            copies[leaf.id] = replace(
+                leaf, tensor=part, start=first, stop=first + part.numel(), source=part
             )
-            at += entry.nbytes
+            at += nbytes
         return sources
 
 
