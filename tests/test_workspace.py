@@ -34,7 +34,7 @@ DESIGN: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 EXTRAS = {
-    "shard-ckpt": {"fast"},
+    "shard-ckpt": {"fast", "fsspec"},
     "shard-train": {"hf", "tensorboard", "plots"},
 }
 STANDARD = sys.stdlib_module_names | {"tomllib"}  # the latter since Python 3.11

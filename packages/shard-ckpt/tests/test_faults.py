@@ -70,21 +70,32 @@ def loaded_step(folder: Path, step: int) -> bool:
     )
 
 
-FAILURES = [
-    ("create", "model-r00001-of-00003.safetensors", errno.EACCES),
-    ("write", "model-r00001-of-00003.safetensors", errno.ENOSPC),
-    ("write", "optim-r00002-of-00003.safetensors", errno.EFBIG),
-    ("write", "extra-r00000.json", errno.EIO),
-    ("fsync", "optim-r00001-of-00003.safetensors", errno.EIO),
-    ("close", "optim-r00000-of-00003.safetensors", errno.EDQUOT),
-    ("write", "index.json", errno.ENOSPC),
-    ("fsync", "index.json", errno.EIO),
-    ("create", "COMMITTED", errno.EIO),
-    ("fsync", "COMMITTED", errno.EIO),
-    ("close", "COMMITTED", errno.EIO),
+FAILURES = [  # what no writer of a file meets; those are below
     ("sync_folder", "/run", errno.EIO),
     ("rename", "", errno.EIO),
     ("make_folder", "", errno.EROFS),
+]
+
+
+WRITERS = [
+    *(
+        f"{section}-r0000{rank}-of-00003.safetensors"
+        for section in ("model", "optim")
+        for rank in range(3)
+    ),
+    "extra-r00000.json",
+    "index.json",
+    "COMMITTED",
+]
+
+ERRORS = [
+    ("create", errno.ENOSPC),
+    ("write", errno.ENOSPC),
+    ("write", errno.EIO),
+    ("write", errno.EFBIG),
+    ("fsync", errno.EIO),
+    ("fsync", errno.ENOSPC),
+    ("close", errno.EIO),
 ]
 
 
@@ -117,6 +128,34 @@ class TestCase1:
         assert run_threads(rank, 3, 20) == [None] * 3
         assert loaded_step(folder, 20)
 
+    @pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
+    @pytest.mark.parametrize("name", WRITERS)
+    def test_every_writer_and_every_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, background: bool
+    ) -> None:
+        folder = tmp_path / "run"
+
+        def rank(comm: Comm, step: int) -> int | None:
+            checkpointer = Checkpointer(folder, comm=comm, async_=background)
+            try:
+                checkpointer.save(step, make_state(comm, step))
+                checkpointer.wait()
+            except OSError as exc:
+                return exc.errno
+            return None
+
+        assert run_threads(rank, 3, 10) == [None] * 3
+        for op, number in ERRORS:
+
+            def fail(number: int = number) -> None:
+                raise OSError(number, os.strerror(number))
+
+            with monkeypatch.context() as patch:
+                arm(patch.setattr, op, name, fail)
+                assert run_threads(rank, 3, 20) == [number] * 3, (op, number)
+            assert os.listdir(folder) == ["step-00000010"], (op, number)
+        assert loaded_step(folder, 10)
+
     def test_a_file_size_limit_of_one_process(self, tmp_path: Path) -> None:
         errors = run_ranks(save_under_a_limit, 2, str(tmp_path / "a"))
         assert errors[0] == errors[1]
@@ -143,37 +182,68 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def save_and_die(comm: Comm, folder: str, dying_rank: int, op: str, name: str) -> None:
-    checkpointer = Checkpointer(folder, comm=comm, keep=1)
+def save_and_die(
+    comm: Comm, folder: str, dying_rank: int, op: str, name: str, background: bool = False
+) -> None:
+    checkpointer = Checkpointer(folder, comm=comm, keep=1, async_=background)
     if comm.rank == dying_rank:
         arm(setattr, op, name, die)
     checkpointer.save(20, make_state(comm, 20))
+    checkpointer.wait()
+
+
+# Every step of the protocol on rank 0, and all that rank 1 has a part in.
+BEFORE_PUBLISHING = [
+    (1, "create", "model-r00001-of-00002.safetensors"),  # data
+    (1, "write", "optim-r00001-of-00002.safetensors"),
+    (0, "write", "optim-r00000-of-00002.safetensors"),
+    (1, "fsync", "optim-r00001-of-00002.safetensors"),
+    (0, "fsync", "model-r00000-of-00002.safetensors"),
+    (1, "sync_folder", ""),  # manifest: all data is there, nobody knows
+    (0, "sync_folder", ""),
+    (0, "create", "index.json"),
+    (0, "write", "index.json"),
+    (0, "fsync", "index.json"),
+    (0, "create", "COMMITTED"),
+    (0, "write", "COMMITTED"),
+    (0, "fsync", "COMMITTED"),
+    (0, "rename", ""),
+]
+
+IN_BACKGROUND = [
+    (1, "write", "optim-r00001-of-00002.safetensors"),
+    (0, "write", "optim-r00000-of-00002.safetensors"),
+    (0, "fsync", "model-r00000-of-00002.safetensors"),
+    (1, "sync_folder", ""),
+    (0, "write", "index.json"),
+    (0, "fsync", "COMMITTED"),
+    (0, "rename", ""),
+]
 
 
 class TestCase4:
     """Killed on the way: the last committed step is found, and the log says what was skipped."""
 
     @pytest.mark.parametrize(
-        ("rank", "op", "name"),
+        ("rank", "op", "name", "background"),
         [
-            (1, "create", "model-r00001-of-00002.safetensors"),
-            (1, "write", "optim-r00001-of-00002.safetensors"),
-            (0, "write", "optim-r00000-of-00002.safetensors"),
-            (1, "fsync", "optim-r00001-of-00002.safetensors"),
-            (0, "create", "index.json"),
-            (0, "write", "index.json"),
-            (0, "create", "COMMITTED"),
-            (0, "fsync", "COMMITTED"),
-            (0, "rename", ""),
+            *((*case, False) for case in BEFORE_PUBLISHING),
+            *((*case, True) for case in IN_BACKGROUND),
         ],
     )
     def test_killed_before_publishing(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, rank: int, op: str, name: str
+        self,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+        rank: int,
+        op: str,
+        name: str,
+        background: bool,
     ) -> None:
         checkpointer = Checkpointer(tmp_path, comm=SoloComm())
         checkpointer.save(10, make_state(SoloComm(), 10))
         with pytest.raises(RuntimeError, match="rank"):
-            run_ranks(save_and_die, 2, str(tmp_path), rank, op, name)
+            run_ranks(save_and_die, 2, str(tmp_path), rank, op, name, background)
         with caplog.at_level(logging.WARNING, logger="shard_ckpt"):
             assert checkpointer.latest() == 10
         assert loaded_step(tmp_path, 10)
@@ -184,29 +254,34 @@ class TestCase4:
         checkpointer.save(20, make_state(SoloComm(), 20))
         assert sorted(os.listdir(tmp_path)) == ["step-00000010", "step-00000020"]
 
-    def test_killed_after_publishing(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
+    def test_killed_after_publishing(self, tmp_path: Path, background: bool) -> None:
         checkpointer = Checkpointer(tmp_path, comm=SoloComm())
         checkpointer.save(10, make_state(SoloComm(), 10))
         with pytest.raises(RuntimeError, match="died"):
-            run_ranks(save_and_die, 2, str(tmp_path), 0, "sync_folder", tmp_path.name)
+            run_ranks(save_and_die, 2, str(tmp_path), 0, "sync_folder", tmp_path.name, background)
         assert checkpointer.steps() == [10, 20]
         assert loaded_step(tmp_path, 20)
 
-    def test_killed_before_the_old_marker_is_removed(self, tmp_path: Path) -> None:
-        checkpointer = Checkpointer(tmp_path, comm=SoloComm())
-        checkpointer.save(10, make_state(SoloComm(), 10))
-        with pytest.raises(RuntimeError, match="died"):
-            run_ranks(save_and_die, 2, str(tmp_path), 0, "unlink", "COMMITTED")
-        assert checkpointer.steps() == [10, 20]
-        assert verify(checkpointer.path(10)) == verify(checkpointer.path(20)) == ()
-
-    def test_killed_after_the_old_marker_is_removed(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
+    def test_killed_before_the_old_marker_is_removed(
+        self, tmp_path: Path, background: bool
     ) -> None:
         checkpointer = Checkpointer(tmp_path, comm=SoloComm())
         checkpointer.save(10, make_state(SoloComm(), 10))
         with pytest.raises(RuntimeError, match="died"):
-            run_ranks(save_and_die, 2, str(tmp_path), 0, "rename", "step-00000010")
+            run_ranks(save_and_die, 2, str(tmp_path), 0, "unlink", "COMMITTED", background)
+        assert checkpointer.steps() == [10, 20]
+        assert verify(checkpointer.path(10)) == verify(checkpointer.path(20)) == ()
+
+    @pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
+    def test_killed_after_the_old_marker_is_removed(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, background: bool
+    ) -> None:
+        checkpointer = Checkpointer(tmp_path, comm=SoloComm())
+        checkpointer.save(10, make_state(SoloComm(), 10))
+        with pytest.raises(RuntimeError, match="died"):
+            run_ranks(save_and_die, 2, str(tmp_path), 0, "rename", "step-00000010", background)
         with caplog.at_level(logging.WARNING, logger="shard_ckpt"):
             assert checkpointer.steps() == [20]
         assert "step-00000010: skipped: " in caplog.text

@@ -10,11 +10,17 @@ from typing import NamedTuple
 from shard_ckpt import _posix
 from shard_ckpt._behind import Behind
 from shard_ckpt._crc import crc32
+from shard_ckpt._places import Place
+from shard_ckpt._remote import RemoteFile, RemotePath, RemoteSink
 
 BLOCK_BYTES = 16 << 20
 """A checksum stands for this many bytes of a file; the last block may be shorter."""
 
 _MAX_VIEWS = 512  # below every system's limit on views in one call
+
+
+Handle = int | RemoteFile
+"""A file opened for reading: a descriptor of this system, or a key of an object store."""
 
 
 class FileRecord(NamedTuple):
@@ -45,9 +51,10 @@ class BlockWriter:
     **Memory**: no copies; what was fed is held until it is written, two blocks later at most.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._path = path
-        self._fd: int | None = _posix.create(path)
+        self._sink = RemoteSink(path) if isinstance(path, RemotePath) else _FileSink(path)
+        self._open = True
         self._writing: Behind[None] | None = None
         self._pending: list[memoryview] = []
         self._owners: list[object] = []
@@ -99,9 +106,9 @@ class BlockWriter:
         if self._writing is not None:
             self._writing.join()
             self._writing = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        if self._open:
+            self._open = False
+            self._sink.abandon()
         self._pending, self._owners = [], []
 
     def _feed_ends(self) -> None:
@@ -110,20 +117,20 @@ class BlockWriter:
             self._crcs.append(self._crc)
 
     def _seal(self) -> FileRecord:
-        fd = self._open_fd
+        self._check_open()
         try:
-            _posix.fsync(fd)
-            self._fd = None
-            _posix.close(fd)
+            self._sink.seal()
         except OSError as exc:
             self.abandon()
             raise self._named(exc) from exc
+        self._open = False
         return FileRecord(self._path.name, self._nbytes, tuple(self._crcs))
 
     def _write(self, views: list[memoryview]) -> None:
+        self._check_open()
         while views:
             try:
-                done = _posix.write(self._open_fd, views)
+                done = self._sink.write(views)
             except OSError as exc:
                 raise self._named(exc) from exc
             views = _after(views, done)
@@ -145,11 +152,9 @@ class BlockWriter:
         if writing is not None:
             writing.result()
 
-    @property
-    def _open_fd(self) -> int:
-        if self._fd is None:
+    def _check_open(self) -> None:
+        if not self._open:
             raise AssertionError(f"{self._path}: written to after it was closed")
-        return self._fd
 
     def _end_block(self) -> None:
         self._crcs.append(self._crc)
@@ -161,7 +166,33 @@ class BlockWriter:
         return OSError(exc.errno, exc.strerror, str(self._path))
 
 
-def write_file(path: Path, data: bytes) -> FileRecord:
+class _FileSink:
+    """A new file of this system."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd: int | None = _posix.create(path)
+
+    def write(self, views: Sequence[memoryview]) -> int:
+        return _posix.write(self._held(), views)
+
+    def seal(self) -> None:
+        fd = self._held()
+        _posix.fsync(fd)
+        self._fd = None
+        _posix.close(fd)
+
+    def abandon(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def _held(self) -> int:
+        if self._fd is None:
+            raise AssertionError("a file was used after it was closed")
+        return self._fd
+
+
+def write_file(path: Place, data: bytes) -> FileRecord:
     """Write a small file and make it durable. Local.
 
     Raises:
@@ -185,11 +216,14 @@ def block_range(block: int, nbytes: int) -> tuple[int, int]:
     return block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, nbytes)
 
 
-def read_exactly(fd: int, views: Sequence[memoryview], *, offset: int) -> bool:
+def read_exactly(fd: Handle, views: Sequence[memoryview], *, offset: int) -> bool:
     """Fill views from ``offset`` on; False where the file ends before. Local."""
     rest = list(views)
     while rest:
-        got = _posix.read_into(fd, rest[:_MAX_VIEWS], offset)
+        if isinstance(fd, RemoteFile):
+            got = fd.read_into(rest, offset)
+        else:
+            got = _posix.read_into(fd, rest[:_MAX_VIEWS], offset)
         if got == 0:
             return False
         offset += got

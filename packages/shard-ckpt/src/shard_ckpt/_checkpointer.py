@@ -15,6 +15,9 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._load import load
 from shard_ckpt._log import logger
 from shard_ckpt._marker import read_marker
+from shard_ckpt._places import Place, names_in, place_of
+from shard_ckpt._remote import RemotePath
+from shard_ckpt._remote_draft import discard_remote
 from shard_ckpt._rename import Rename
 from shard_ckpt._save import save
 from shard_comm import Comm
@@ -29,7 +32,7 @@ class Checkpointer:
     alone, and a warning says why, once per folder.
 
     Args:
-        dir: the folder that holds the steps; made by the first save.
+        dir: the folder that holds the steps, or its URL; made by the first save.
         comm: the ranks that save and load.
         keep: after a save, remove committed steps but the newest ``keep``; None keeps all. The
             step just saved always stays.
@@ -56,7 +59,7 @@ class Checkpointer:
             raise ValueError(f"keep: expected at least 1, or None for all, got {keep}")
         if every is not None and every < 1:
             raise ValueError(f"every: expected at least 1, or None for all, got {every}")
-        self._dir = Path(dir)
+        self._dir = place_of(dir)
         self._comm = comm
         self._keep = keep
         self._every = every
@@ -66,14 +69,23 @@ class Checkpointer:
         self._reported: set[str] = set()
 
     def path(self, step: int) -> Path:
-        """Return the folder of a step, whether or not it exists. Local."""
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step: expected an int of at least 0, got {step!r}")
-        return self._dir / f"step-{step:08d}"
+        """Return the folder of a step, whether or not it exists. Local.
+
+        Raises:
+            ValueError: no step, or the folders are behind a URL: see ``location``.
+        """
+        place = self._place(step)
+        if isinstance(place, RemotePath):
+            raise ValueError(f"{place}: is no path of this system; use location()")
+        return place
+
+    def location(self, step: int) -> str:
+        """Return the folder or URL of a step, whether or not it exists. Local."""
+        return str(self._place(step))
 
     def due(self, step: int) -> bool:
         """Whether ``save`` would save this step, for states that are costly to collect. Local."""
-        self.path(step)
+        self._place(step)
         return self._every is None or step % self._every == 0
 
     def save(self, step: int, state: Mapping[str, Any]) -> bool:
@@ -96,10 +108,13 @@ class Checkpointer:
             if self._saver is None:
                 self._saver = Saver(self._comm)
             self._saver.start(
-                state, self.path(step), timeout_s=self._timeout_s, after=lambda: self._retire(step)
+                state,
+                self.location(step),
+                timeout_s=self._timeout_s,
+                after=lambda: self._retire(step),
             )
         else:
-            save(state, self.path(step), comm=self._comm, timeout_s=self._timeout_s)
+            save(state, self.location(step), comm=self._comm, timeout_s=self._timeout_s)
             self._retire(step)
         return True
 
@@ -111,7 +126,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Return the committed steps, oldest first. Local."""
         try:
-            names = sorted(os.listdir(self._dir))
+            names = names_in(self._dir)
         except FileNotFoundError:
             return []
         found = []
@@ -168,7 +183,7 @@ class Checkpointer:
             return None
         loaded = load(
             state,
-            self.path(choice),
+            self.location(choice),
             comm=self._comm,
             strict=strict,
             cast=cast,
@@ -178,10 +193,15 @@ class Checkpointer:
         )
         return choice, loaded
 
+    def _place(self, step: int) -> Place:
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step: expected an int of at least 0, got {step!r}")
+        return self._dir / f"step-{step:08d}"
+
     def _choose(self, step: int | None) -> int | None:
         self.wait()
         if step is not None:
-            self.path(step)
+            self._place(step)
             return step
         return self.latest() if self._comm.rank == 0 else None
 
@@ -192,9 +212,9 @@ class Checkpointer:
             if step == saved:
                 continue
             try:
-                discard(self.path(step))
+                _discard(self._place(step))
             except OSError as exc:
-                logger.warning("%s: could not be removed (%s)", self.path(step), exc)
+                logger.warning("%s: could not be removed (%s)", self.location(step), exc)
 
     def _report(self, name: str, reason: str) -> None:
         if name not in self._reported:
@@ -202,9 +222,9 @@ class Checkpointer:
             logger.warning("%s: skipped: %s", self._dir / name, reason)
 
 
-def why_not_committed(path: Path) -> str | None:
+def why_not_committed(path: Place) -> str | None:
     """Return why a folder that looks like a step does not count; None if it does, or not. Local."""
-    if is_draft(path.name):
+    if is_draft(path.name) and isinstance(path, Path):
         if not path.is_dir():
             return None
         live = draft_is_live(path)
@@ -216,3 +236,10 @@ def why_not_committed(path: Path) -> str | None:
     except (CheckpointError, OSError) as exc:
         return str(exc)
     return None
+
+
+def _discard(place: Place) -> None:
+    if isinstance(place, RemotePath):
+        discard_remote(place)
+    else:
+        discard(place)

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from shard_ckpt import _posix
 from shard_ckpt._agree import Outcome, agree, attempt
 from shard_ckpt._behind import Behind
 from shard_ckpt._blocks import FileRecord
@@ -21,8 +21,10 @@ from shard_ckpt._extras import encode_extras, write_extras
 from shard_ckpt._files import Origin, lay_out, write_section
 from shard_ckpt._index import Index, Range, TensorRecord, check_coverage, link_ties
 from shard_ckpt._log import logger
+from shard_ckpt._places import Place, place_of, size_of
 from shard_ckpt._plan import Holdings, digest_of, group_leaves, plan_entries, shares_of
-from shard_ckpt._posix import sync_folder
+from shard_ckpt._remote import RemotePath
+from shard_ckpt._remote_draft import RemoteDraft
 from shard_ckpt._state import Leaf, flatten
 from shard_comm import Comm
 
@@ -62,7 +64,7 @@ class Prepared:
 @dataclass(frozen=True)
 class _Opened:
     prepared: Prepared
-    draft: Draft | None
+    draft: Draft | RemoteDraft | None
     save_id: str
 
 
@@ -135,8 +137,7 @@ def commit(
         mine = opened.value()
         _check_alike(comm, mine.prepared, hellos, timeout_s)
 
-        folder = draft_path(Path(path), hellos[0].save_id)
-        written = attempt(lambda: _write_own(mine.prepared, folder, hellos, comm))
+        written = attempt(lambda: _write_own(mine.prepared, path, hellos, comm))
         manifests = agree(comm, written, share=lambda manifest: manifest, timeout_s=timeout_s)
 
         published = attempt(lambda: _publish(mine, manifests))
@@ -150,9 +151,11 @@ def _open_draft(
 ) -> _Opened:
     if comm.rank != 0:
         return _Opened(prepared, None, "")
-    target = Path(path)
-    sweep(target.parent)
+    target = place_of(path)
     save_id = uuid.uuid4().hex
+    if isinstance(target, RemotePath):
+        return _Opened(prepared, stack.enter_context(RemoteDraft(target, save_id)), save_id)
+    sweep(target.parent)
     return _Opened(prepared, stack.enter_context(Draft(target, save_id)), save_id)
 
 
@@ -189,7 +192,10 @@ def _check_alike(
     raise AssertionError("ranks differ in structure, yet in no row")
 
 
-def _write_own(mine: Prepared, folder: Path, hellos: Sequence[_Hello], comm: Comm) -> Manifest:
+def _write_own(
+    mine: Prepared, path: str | os.PathLike[str], hellos: Sequence[_Hello], comm: Comm
+) -> Manifest:
+    folder = _folder_of(path, hellos[0].save_id)
     origin = Origin(hellos[0].save_id, comm.rank, comm.size)
     shares = shares_of([hello.held for hello in hellos], comm.rank)
     with collector_paused():
@@ -209,8 +215,19 @@ def _write_own(mine: Prepared, folder: Path, hellos: Sequence[_Hello], comm: Com
     if mine.extras is not None:
         files.append(write_extras(folder, mine.extras, origin=origin))
     if files:
-        sync_folder(folder)
+        _sync(folder)
     return Manifest(tuple(files), tuple(ranges))
+
+
+def _folder_of(path: str | os.PathLike[str], save_id: str) -> Place:
+    """Return where the ranks write."""
+    target = place_of(path)
+    return target / save_id if isinstance(target, RemotePath) else draft_path(target, save_id)
+
+
+def _sync(folder: Place) -> None:
+    if not isinstance(folder, RemotePath):
+        _posix.sync_folder(folder)
 
 
 def _publish(mine: _Opened, manifests: Sequence[Manifest]) -> int:
@@ -218,14 +235,11 @@ def _publish(mine: _Opened, manifests: Sequence[Manifest]) -> int:
         return 0
     index = build_index(mine.prepared.leaves, mine.save_id, manifests=manifests)
     for file in index.files:
-        try:
-            found = os.stat(mine.draft.path / file.name).st_size
-        except FileNotFoundError:
-            found = -1
+        found = size_of(mine.draft.path / file.name)
         if found != file.nbytes:
             raise CheckpointError(
                 f"{file.name}: a rank wrote {file.nbytes} bytes, but rank 0 sees "
-                f"{'none' if found < 0 else found}; save to a folder that all ranks share"
+                f"{'none' if found is None else found}; save to a folder that all ranks share"
             )
     mine.draft.publish(index)
     return index.nbytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shard_ckpt._blocks import BLOCK_BYTES, FileRecord, write_file
@@ -13,6 +12,7 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._files import Origin
 from shard_ckpt._index import FORMAT_VERSION, Index, check_version
 from shard_ckpt._json import canonical_json, strict_loads
+from shard_ckpt._places import Place
 from shard_ckpt._state import FlatState
 from shard_ckpt._values import PerRankRef, RankValues, TensorRef, decode, encode
 
@@ -51,7 +51,7 @@ def encode_extras(flat: FlatState, rank: int) -> dict[str, Any] | None:
     return table or None
 
 
-def write_extras(folder: Path, table: Mapping[str, Any], *, origin: Origin) -> FileRecord:
+def write_extras(folder: Place, table: Mapping[str, Any], *, origin: Origin) -> FileRecord:
     """Write a rank's values. Local."""
     stamped = {
         **table,
@@ -63,7 +63,7 @@ def write_extras(folder: Path, table: Mapping[str, Any], *, origin: Origin) -> F
     return write_file(folder / extras_name(origin.rank), canonical_json(stamped))
 
 
-def read_values(folder: Path, index: Index, *, rank: int, world_size: int) -> dict[str, Any]:
+def read_values(folder: Place, index: Index, *, rank: int, world_size: int) -> dict[str, Any]:
     """Read the stored structure for one rank of a group of any size. Local.
 
     Returns:
@@ -101,7 +101,7 @@ def without_tensors(stored: Any) -> Any:
     return stored
 
 
-def _per_rank(folder: Path, index: Index, rank: int, count: int) -> list[Any]:
+def _per_rank(folder: Place, index: Index, rank: int, count: int) -> list[Any]:
     name = extras_name(rank)
     stored = decode(_read(folder, index, rank).get("per_rank"), label=name)
     if not isinstance(stored, list) or len(stored) != count:
@@ -120,7 +120,7 @@ def _resolve(node: Any, stored: Sequence[Sequence[Any]], same: bool) -> Any:
     return node
 
 
-def _read(folder: Path, index: Index, rank: int) -> dict[str, Any]:
+def _read(folder: Place, index: Index, rank: int) -> dict[str, Any]:
     name = extras_name(rank)
     path = folder / name
     record = next((file for file in index.files if file.name == name), None)

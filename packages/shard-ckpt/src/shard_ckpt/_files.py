@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from shard_ckpt._header import HeaderEntry, encode_header
 from shard_ckpt._index import FORMAT_VERSION, Range, TensorId
 from shard_ckpt._json import canonical_json
 from shard_ckpt._memory import bytes_of, flat_range, joined_runs
+from shard_ckpt._places import Place
 from shard_ckpt._plan import Entry
 from shard_ckpt._staging import Windows
 
@@ -114,7 +114,7 @@ def order_entries(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     return result
 
 
-def write_section(folder: Path, layout: SectionFile) -> Behind[FileRecord]:
+def write_section(folder: Place, layout: SectionFile) -> Behind[FileRecord]:
     """Write one file; it is made durable while the caller goes on. Local.
 
     Returns:

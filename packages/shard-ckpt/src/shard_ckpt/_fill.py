@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from shard_ckpt._blocks import read_exactly
+from shard_ckpt._blocks import Handle, read_exactly
 from shard_ckpt._check import Source, open_checked
 from shard_ckpt._collector import collector_paused
 from shard_ckpt._errors import CheckpointError
@@ -77,7 +77,9 @@ def _read_staged(source: Source, reads: Sequence[Read], device: torch.device) ->
     windows.drain()
 
 
-def _stage_run(source: Source, file: int, fd: int, run: Sequence[Read], windows: Windows) -> None:
+def _stage_run(
+    source: Source, file: int, fd: Handle, run: Sequence[Read], windows: Windows
+) -> None:
     """Read consecutive bytes a window at a time and copy each window's parts to their targets.
 
     Bytes keep their offset modulo 16 in the window and windows end at multiples of 16 in the file,
@@ -128,7 +130,7 @@ def _consecutive(reads: Iterable[Read]) -> Iterator[list[Read]]:
         yield run
 
 
-def _read(source: Source, file: int, fd: int, views: Sequence[memoryview], offset: int) -> None:
+def _read(source: Source, file: int, fd: Handle, views: Sequence[memoryview], offset: int) -> None:
     if not read_exactly(fd, views, offset=offset):
         path = source.folder / source.index.files[file].name
         raise CheckpointError(f"{path}: got shorter while it was being read")

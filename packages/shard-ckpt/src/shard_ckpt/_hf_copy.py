@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shard_ckpt import _posix
-from shard_ckpt._blocks import BLOCK_BYTES, block_range, read_exactly
+from shard_ckpt._blocks import BLOCK_BYTES, Handle, block_range, read_exactly
 from shard_ckpt._check import (
     CHECK_BYTES,
     Source,
@@ -27,6 +27,7 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_layout import Copy, OutFile, plan_copies
 from shard_ckpt._memory import bytes_of
 from shard_ckpt._progress import Progress
+from shard_ckpt._remote import RemotePath
 from shard_comm import Comm
 
 _MAX_THREADS = 4
@@ -82,7 +83,8 @@ class _Work:
 
     def run(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy blocks. One that turns out to be altered ends the export, so nobody sees it."""
-        raw = torch.empty(CHECK_BYTES, dtype=torch.uint8)
+        remote = isinstance(self.source.folder, RemotePath)  # a request costs more than memory
+        raw = torch.empty(BLOCK_BYTES if remote else CHECK_BYTES, dtype=torch.uint8)
         outs: dict[int, int] = {}
         with ExitStack() as stack:
             for file, group in groupby(sorted(blocks), key=lambda pair: pair[0]):
@@ -101,15 +103,15 @@ class _Work:
                 _posix.fsync(fd)
 
     def _pieces(
-        self, file: int, block: int, fd: int, raw: torch.Tensor
+        self, file: int, block: int, fd: Handle, raw: torch.Tensor
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a block's bytes and where they begin, then compare their checksum."""
         record = self.source.index.files[file]
         path = self.source.folder / record.name
         low, high = block_range(block, record.nbytes)
         crc = 0
-        for at in range(low, high, CHECK_BYTES):
-            piece = raw[: min(CHECK_BYTES, high - at)]
+        for at in range(low, high, raw.numel()):
+            piece = raw[: high - at]
             view = bytes_of(piece)
             if not read_exactly(fd, [view], offset=at):
                 raise CheckpointError(f"{path}: got shorter while it was being read")
@@ -117,7 +119,7 @@ class _Work:
             yield at, piece
             self.progress.advance(len(view))
         if crc != record.crcs[block]:
-            buffer = bytearray(CHECK_BYTES)  # read it again to say what lies there
+            buffer = bytearray(raw.numel())  # read it again to say what lies there
             problem = block_problem(self.source, file, fd=fd, block=block, buffer=buffer)
             raise CheckpointError(problem or f"{path}: changed while it was being read")
 

@@ -17,14 +17,15 @@ from shard_ckpt._check import (
     block_problem,
     check_header,
     open_checked,
+    open_source,
     strangers,
 )
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import read_values, without_tensors
 from shard_ckpt._files import TENSOR_SUFFIX
 from shard_ckpt._index import TensorRecord
-from shard_ckpt._marker import read_index
 from shard_ckpt._progress import Progress
+from shard_ckpt._remote import RemotePath
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class CheckpointInfo:
     """What a checkpoint says it holds.
 
     Attributes:
-        path: its folder.
+        path: its folder, or its URL.
         save_id: which save made it.
         world_size: how many ranks wrote it.
         nbytes: bytes of all data files.
@@ -41,7 +42,7 @@ class CheckpointInfo:
         values: the values that are not tensors, in the structure that was saved.
     """
 
-    path: Path
+    path: Path | str
     save_id: str
     world_size: int
     nbytes: int
@@ -57,11 +58,11 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         FileNotFoundError: there is no such folder.
         CheckpointError: marker, index or values are missing or altered.
     """
-    folder = Path(path)
-    index = read_index(folder)
-    values = without_tensors(read_values(folder, index, rank=0, world_size=0))
+    source = open_source(path)
+    index = source.index
+    values = without_tensors(read_values(source.folder, index, rank=0, world_size=0))
     return CheckpointInfo(
-        folder,
+        str(path) if "://" in str(path) else Path(path),
         index.save_id,
         index.world_size,
         index.nbytes,
@@ -75,8 +76,9 @@ def verify(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Read all of a checkpoint and say what is wrong with it. Local.
 
     Checks marker, index, coverage, and of every file its size, the checksum of each block, that
-    its header agrees with the index, and that the safetensors library opens it and sees the same
-    names. Files that look like a checkpoint's but are not listed are reported too.
+    its header agrees with the index, and (not behind a URL) that the safetensors library opens it
+    and sees the same names. Files that look like a checkpoint's but are not listed are reported
+    too.
 
     Returns:
         One line per problem, naming the file; empty for an intact checkpoint.
@@ -87,11 +89,11 @@ def verify(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
     **Memory**: 512 KiB.
     """
-    folder = Path(path)
     try:
-        source = Source(folder, read_index(folder))
+        source = open_source(path)
     except CheckpointError as exc:
         return (str(exc),)
+    folder = source.folder
     problems = []
     buffer = bytearray(CHECK_BYTES)
     progress = Progress(source.index.nbytes)
@@ -127,6 +129,8 @@ def _file_problems(source: Source, file: int, buffer: bytearray, progress: Progr
 def _stock_problems(source: Source, file: int) -> list[str]:
     """Ask another implementation of the format."""
     path = source.folder / source.index.files[file].name
+    if isinstance(path, RemotePath):
+        return []
     try:
         with safe_open(path, framework="pt") as opened:
             seen = set(opened.keys())

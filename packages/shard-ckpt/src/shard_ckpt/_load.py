@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shard_ckpt._agree import agree, attempt
@@ -15,6 +14,7 @@ from shard_ckpt._check import (
     blocks_of,
     check_blocks,
     open_checked,
+    open_source,
     own_blocks,
     strangers,
 )
@@ -22,7 +22,6 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import read_values
 from shard_ckpt._fill import fill
 from shard_ckpt._log import logger
-from shard_ckpt._marker import read_index
 from shard_ckpt._match import Target, match
 from shard_ckpt._merge import merge, missing_values
 from shard_ckpt._rename import Rename, with_template_names
@@ -72,7 +71,7 @@ def load(
     Args:
         state: sections as for ``save``. Tensors are filled in place: a ``ShardTensor`` with its
             range, a plain tensor whole. Other values are placeholders.
-        path: a folder that ``save`` made.
+        path: a folder that ``save`` made, or its URL.
         comm: the ranks that load; need not be as many as saved.
         strict: the template and the checkpoint must have the same tensors, and the checkpoint all
             values of the template. Else what both have is loaded and the rest is logged.
@@ -103,13 +102,12 @@ def load(
             unless reading failed, or files changed, after all checks had passed.
 
     **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
-    **Memory**: 16 MiB while checking, then up to 32 MiB per device for tensors that are not read
-    into directly (not on the CPU, or cast), and a copy of one tensor at a time where tensors are
-    not contiguous.
+    **Memory**: 512 KiB while checking (32 MiB from object stores), then up to 32 MiB per device
+    for tensors that are not read into directly (not on the CPU, or cast), and a copy of one tensor
+    at a time where tensors are not contiguous.
     """
-    folder = Path(path)
     wish = _Wish(strict, cast, rename, only)
-    opened = attempt(lambda: _open(state, folder, comm, wish))
+    opened = attempt(lambda: _open(state, path, comm, wish))
     heard = agree(
         comm, opened, share=lambda o: (o.source.index.save_id, o.needs), timeout_s=timeout_s
     )
@@ -117,7 +115,7 @@ def load(
     for rank, (save_id, _) in enumerate(heard):
         if save_id != heard[0][0]:
             raise CheckpointError(
-                f"{folder}: rank 0 sees save {heard[0][0]}, rank {rank} of {comm.size} sees "
+                f"{path}: rank 0 sees save {heard[0][0]}, rank {rank} of {comm.size} sees "
                 f"{save_id}; load from a folder that all ranks share"
             )
     blocks = own_blocks([needs for _, needs in heard], comm.rank)
@@ -126,15 +124,18 @@ def load(
 
     filled = attempt(lambda: fill(mine.source, mine.targets))
     if filled.error is not None:
-        logger.error("%s: reading failed after all checks; tensors are filled in part", folder)
+        logger.error("%s: reading failed after all checks; tensors are filled in part", path)
     agree(comm, filled, share=lambda _: None, timeout_s=timeout_s)
     merged: dict[str, Any] = merge(state, mine.values)
     return merged
 
 
-def _open(state: Mapping[str, Any], folder: Path, comm: Comm, wish: _Wish) -> _Opened:
+def _open(
+    state: Mapping[str, Any], path: str | os.PathLike[str], comm: Comm, wish: _Wish
+) -> _Opened:
     leaves = flatten(state).leaves
-    source = Source(folder, read_index(folder))
+    source = open_source(path)
+    folder = source.folder
     foreign = strangers(source) if comm.rank == 0 else []
     if foreign:
         raise CheckpointError(

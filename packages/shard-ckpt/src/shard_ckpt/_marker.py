@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._index import FORMAT_VERSION, INDEX_NAME, Index, check_version, parse_index
 from shard_ckpt._json import canonical_json, is_count, strict_loads
+from shard_ckpt._places import Place
 
 MARKER_NAME = "COMMITTED"
+
+_SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def encode_marker(marker: Marker) -> bytes:
     )
 
 
-def read_marker(folder: Path) -> Marker:
+def read_marker(folder: Place) -> Marker:
     """Read the marker of a checkpoint. Local.
 
     Raises:
@@ -87,18 +90,34 @@ def read_marker(folder: Path) -> Marker:
     return marker
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Place) -> Index:
     """Read a checkpoint's index and hold it against the marker. Local.
 
     Raises:
         FileNotFoundError: there is no such folder.
         CheckpointError: marker or index are missing, altered or do not belong together.
     """
+    return find_index(folder)[1]
+
+
+def find_index(folder: Place) -> tuple[Place, Index]:
+    """Read a checkpoint's index, and say in which folder it and the files lie. Local.
+
+    That is the folder of the marker, or one below it that is called by the save's id, as object
+    stores have it, also when such a checkpoint was copied elsewhere.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        CheckpointError: marker or index are missing, altered or do not belong together.
+    """
     marker = read_marker(folder)
-    path = folder / INDEX_NAME
-    raw = _read(path)
+    home, raw = folder, _read(folder / INDEX_NAME)
+    if raw is None and is_save_id(marker.save_id):
+        home = folder / marker.save_id
+        raw = _read(home / INDEX_NAME)
     if raw is None:
-        raise CheckpointError(f"{path}: missing, though {MARKER_NAME} names it")
+        raise CheckpointError(f"{folder / INDEX_NAME}: missing, though {MARKER_NAME} names it")
+    path = home / INDEX_NAME
     sha = hashlib.sha256(raw).hexdigest()
     if sha != marker.index_sha256:
         raise CheckpointError(
@@ -110,10 +129,15 @@ def read_index(folder: Path) -> Index:
             f"{folder / MARKER_NAME}: expected {marker_for(index, raw)} from the index, got "
             f"{marker}"
         )
-    return index
+    return home, index
 
 
-def _read(path: Path) -> bytes | None:
+def is_save_id(name: str) -> bool:
+    """Whether a name is the id of a save, 32 hex digits. Local."""
+    return _SAVE_ID.fullmatch(name) is not None
+
+
+def _read(path: Place) -> bytes | None:
     try:
         return path.read_bytes()
     except FileNotFoundError:

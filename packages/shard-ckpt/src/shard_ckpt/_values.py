@@ -14,6 +14,7 @@ import torch
 
 from shard_ckpt._dtypes import dtype_name, torch_dtype
 from shard_ckpt._errors import CheckpointError
+from shard_ckpt._json import is_count
 from shard_ckpt._memory import bytes_of
 
 
@@ -160,14 +161,16 @@ def _decode_tagged(tag: str, item: Any, label: str) -> Any:
     raise ValueError("unknown tag")
 
 
-def _decode_tensor(name: str, shape: list[int], data: str) -> torch.Tensor:
+def _decode_tensor(name: str, shape: Any, data: str) -> torch.Tensor:
     dtype = torch_dtype(name)
     if dtype is None:
         raise ValueError(f"unknown dtype {name!r}")
     raw = bytearray(base64.b64decode(data, validate=True))
+    if not isinstance(shape, list) or not all(map(is_count, shape)):
+        raise ValueError(f"not a shape: {shape!r}")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if len(raw) != nbytes:
+        raise ValueError(f"expected {nbytes} bytes for shape {shape}, got {len(raw)}")
     result = torch.empty(shape, dtype=dtype)
-    view = bytes_of(result)
-    if len(view) != len(raw):
-        raise ValueError(f"expected {len(view)} bytes for shape {shape}, got {len(raw)}")
-    view[:] = raw
+    bytes_of(result)[:] = raw
     return result
