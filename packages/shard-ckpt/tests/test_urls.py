@@ -7,12 +7,12 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec  # type: ignore[import-untyped]
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from shard_ckpt import Checkpointer, convert, diff, export_hf, main
+from shard_ckpt._remote import remote_path
 from shard_comm import SoloComm
 
 BIG = torch.arange(6_000_000, dtype=torch.int32).view(2000, 3000)  # two blocks
@@ -26,7 +26,7 @@ def run() -> Iterator[str]:
     for step in (1, 2):
         steps.save(step, {"model": {"w": BIG, "s": torch.tensor(step)}, "step": step})
     yield url
-    fsspec.filesystem("memory").rm(url.removeprefix("memory:/"), recursive=True)
+    remote_path(url).remove()
 
 
 def test_export(run: str, tmp_path: Path) -> None:
