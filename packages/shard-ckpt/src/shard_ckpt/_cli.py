@@ -89,14 +89,16 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return _Arguments(sub)
 
-    add("ls", "list the checkpoints in a folder", lambda o: commands.list_folder(o.dir)).path("dir")
-    add("inspect", "show what a checkpoint holds", lambda o: commands.show(o.path)).path("path")
+    add("ls", "list the checkpoints in a folder", lambda o: commands.list_folder(o.dir)).place(
+        "dir"
+    )
+    add("inspect", "show what a checkpoint holds", lambda o: commands.show(o.path)).place("path")
     add(
         "verify", "read a whole checkpoint and say what is wrong", lambda o: commands.check(o.path)
-    ).path("path")
-    add("diff", "compare two checkpoints bit for bit", lambda o: commands.compare(o.a, o.b)).path(
+    ).place("path")
+    add("diff", "compare two checkpoints bit for bit", lambda o: commands.compare(o.a, o.b)).place(
         "a"
-    ).path("b")
+    ).place("b")
     _add_export(add("export", "write safetensors files for from_pretrained", _export))
     _add_convert(add("convert", "write a checkpoint of one format as another", _convert))
     add(
@@ -124,6 +126,10 @@ class _Arguments:
         self._parser.add_argument(name, type=Path, metavar=name.upper(), help=text)
         return self
 
+    def place(self, name: str) -> _Arguments:
+        self._parser.add_argument(name, metavar=name.upper(), help="a path or URL")
+        return self
+
     def flag(self, name: str, text: str) -> _Arguments:
         self._parser.add_argument(name, action="store_true", help=text)
         return self
@@ -134,7 +140,7 @@ class _Arguments:
 
 
 def _add_export(arguments: _Arguments) -> None:
-    arguments.path("ckpt").path("out", "a folder without safetensors files")
+    arguments.place("ckpt").path("out", "a folder without safetensors files")
     arguments.option("--max-shard-size", "SIZE", "bytes per file (default: 5GB)", default="5GB")
     arguments.option("--section", "NAME", "which section (default: model)", default="model")
     arguments.option("--cast", "DTYPE", "convert floating-point tensors, to bf16 say", type=_dtype)
@@ -154,7 +160,7 @@ def _add_export(arguments: _Arguments) -> None:
 
 
 def _add_convert(arguments: _Arguments) -> None:
-    arguments.path("source").path("path", "the folder to make")
+    arguments.place("source").path("path", "the folder to make")
     arguments.option(
         "--from",
         "FORMAT",

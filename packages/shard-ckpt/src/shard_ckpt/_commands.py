@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_export import export_hf
 from shard_ckpt._inspect import inspect, verify
 from shard_ckpt._marker import MARKER_NAME, read_marker
+from shard_ckpt._places import names_in, place_of
 from shard_ckpt._reindex import reindex
 from shard_ckpt._screen import format_bytes, format_table
 from shard_ckpt._values import encode
@@ -40,16 +40,17 @@ class Reply:
     status: int = 0
 
 
-def list_folder(path: Path) -> Reply:
+def list_folder(path: str) -> Reply:
     """List the checkpoints in a folder, and what else looks like one."""
-    if (path / MARKER_NAME).exists():
+    place = place_of(path)
+    if (place / MARKER_NAME).exists():
         raise ValueError(f"{path}: a checkpoint itself; list the folder that holds it")
     found: list[dict[str, Any]] = []
     skipped: list[dict[str, str]] = []
-    for name in sorted(os.listdir(path)):
-        folder = path / name
+    for name in names_in(place):
+        folder = place / name
         reason = why_not_committed(folder)
-        if reason is None and not is_draft(name) and (folder / MARKER_NAME).is_file():
+        if reason is None and not is_draft(name) and (folder / MARKER_NAME).exists():
             try:
                 marker = read_marker(folder)
             except CheckpointError as exc:  # of a folder that is not called like a step
@@ -68,7 +69,7 @@ def list_folder(path: Path) -> Reply:
     return Reply({"checkpoints": found, "skipped": skipped}, lines)
 
 
-def show(path: Path) -> Reply:
+def show(path: str) -> Reply:
     """Show what a checkpoint holds."""
     info = inspect(path)
     tensors = [
@@ -85,7 +86,7 @@ def show(path: Path) -> Reply:
     ]
     values = encode(info.values, path="state")
     table = {
-        "path": str(path),
+        "path": path,
         "save_id": info.save_id,
         "world_size": info.world_size,
         "bytes": info.nbytes,
@@ -112,27 +113,27 @@ def show(path: Path) -> Reply:
     return Reply(table, [head, *format_table(rows), *_value_lines(info.values, "")])
 
 
-def check(path: Path) -> Reply:
+def check(path: str) -> Reply:
     """Read a whole checkpoint and list what is wrong with it."""
     problems = verify(path)
     lines = problems or (f"{path}: whole and unaltered",)
     return Reply({"problems": problems}, lines, FOUND if problems else 0)
 
 
-def compare(a: Path, b: Path) -> Reply:
+def compare(a: str, b: str) -> Reply:
     """List in what two checkpoints differ."""
     found = diff(a, b)
     lines = [f"{item.where}: {item.text}" for item in found]
     return Reply({"differences": [asdict(item) for item in found]}, lines, FOUND if found else 0)
 
 
-def export(ckpt: Path, out: Path, **options: Any) -> Reply:
+def export(ckpt: str, out: Path, **options: Any) -> Reply:
     """Write Hugging Face files; options as for ``export_hf``."""
     made = export_hf(ckpt, out, comm=SoloComm(), **options)
     return Reply({"files": made}, [str(out / name) for name in made])
 
 
-def transform(source: Path, path: Path, **options: Any) -> Reply:
+def transform(source: str, path: Path, **options: Any) -> Reply:
     """Write a checkpoint of one format as another; options as for ``convert``."""
     convert(source, path, **options)
     return Reply({"path": str(path)}, [str(path)])
@@ -150,7 +151,7 @@ def prune(path: Path, *, keep: int, dry_run: bool) -> Reply:
     if keep < 1:
         raise ValueError(f"--keep: expected at least 1, got {keep}")
     steps = Checkpointer(path, comm=SoloComm())
-    doomed = [steps.path(step) for step in steps.steps()[:-keep]]
+    doomed = [Path(steps.location(step)) for step in steps.steps()[:-keep]]
     if not dry_run:
         sweep(path)
         for folder in doomed:

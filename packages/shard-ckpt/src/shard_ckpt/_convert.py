@@ -43,7 +43,7 @@ def convert(
     and objects of other classes are an error that says where they stand, unless skipped.
 
     Args:
-        source: a folder or file.
+        source: a folder or file; a checkpoint's may be a URL.
         path: the folder to make; it must not exist.
         source_format: one of the above, or ``auto`` to tell by the files' names.
         target_format: ``shard`` or ``dcp``; for Hugging Face files there is ``export_hf``.
@@ -61,9 +61,9 @@ def convert(
     **Collective**: local; one process.
     **Memory**: one tensor at a time, twice where a tensor is stored in chunks.
     """
-    where = Path(source)
+    where = str(source) if "://" in str(source) else Path(source)
     if source_format == "auto":
-        source_format = detect(where)
+        source_format = "shard" if isinstance(where, str) else detect(where)
     if source_format not in _READERS:
         raise ValueError(
             f"source_format: expected one of {sorted(_READERS)}, got {source_format!r}"
@@ -121,7 +121,7 @@ def _renamed(
     return result
 
 
-_READERS: dict[str, Callable[[Path, LazyTensors], dict[str, Any]]] = {
+_READERS: dict[str, Callable[[Any, LazyTensors], dict[str, Any]]] = {
     "shard": read_own,
     "dcp": read_dcp,
     "torch": _read_torch,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shard_ckpt._check import Source
+from shard_ckpt._check import Source, open_source
 from shard_ckpt._fill import fill
 from shard_ckpt._index import TensorRecord
 from shard_ckpt._inspect import inspect
-from shard_ckpt._marker import read_index
 from shard_ckpt._match import Target
 from shard_ckpt._memory import bytes_of
 from shard_ckpt._own_read import stored_dtype
@@ -57,7 +55,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> tuple[Differen
     **Collective**: local.
     **Memory**: a few windows of 4 MiB.
     """
-    left, right = (Source(Path(path), read_index(Path(path))) for path in (a, b))
+    left, right = (open_source(path) for path in (a, b))
     both = sorted(left.index.tensors.keys() | right.index.tensors.keys())
     progress = Progress(sum(r.numel * r.itemsize for r in left.index.tensors.values()))
     found: list[Difference] = []

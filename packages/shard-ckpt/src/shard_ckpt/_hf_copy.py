@@ -27,6 +27,7 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_layout import Copy, OutFile, plan_copies
 from shard_ckpt._memory import bytes_of
 from shard_ckpt._progress import Progress
+from shard_ckpt._remote import RemotePath
 from shard_comm import Comm
 
 _MAX_THREADS = 4
@@ -39,7 +40,7 @@ def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: 
         source: the checkpoint.
         files: the export; each exists in ``place`` with its size.
         place: where they are under way.
-        comm: the ranks that share the work: each does an equal run of blocks.
+        comm: the ranks that share the work: each does an equal run of ``order_blocks``.
 
     Raises:
         CheckpointError: a block or header is not as the index says.
@@ -49,8 +50,7 @@ def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: 
     of them where tensors are cast.
     """
     copies = plan_copies(files)
-    blocks = [(file, block) for file in sorted(copies) for block in _blocks_of(copies[file])]
-    mine = _part(blocks, comm.rank, comm.size)
+    mine = _part(order_blocks(copies), comm.rank, comm.size)
     threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // comm.size))
     _ = source.entries  # made once, before threads ask for it
     sizes = [source.index.files[file].nbytes for file, _ in mine]
@@ -83,10 +83,11 @@ class _Work:
 
     def run(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy blocks. One that turns out to be altered ends the export, so nobody sees it."""
-        raw = torch.empty(CHECK_BYTES, dtype=torch.uint8)
+        remote = isinstance(self.source.folder, RemotePath)  # a request costs more than memory
+        raw = torch.empty(BLOCK_BYTES if remote else CHECK_BYTES, dtype=torch.uint8)
         outs: dict[int, int] = {}
         with ExitStack() as stack:
-            for file, group in groupby(blocks, key=lambda pair: pair[0]):
+            for file, group in groupby(sorted(blocks), key=lambda pair: pair[0]):
                 fd = stack.enter_context(open_checked(self.source, file))
                 for _, block in group:
                     if block == 0:
@@ -109,8 +110,8 @@ class _Work:
         path = self.source.folder / record.name
         low, high = block_range(block, record.nbytes)
         crc = 0
-        for at in range(low, high, CHECK_BYTES):
-            piece = raw[: min(CHECK_BYTES, high - at)]
+        for at in range(low, high, raw.numel()):
+            piece = raw[: high - at]
             view = bytes_of(piece)
             if not read_exactly(fd, [view], offset=at):
                 raise CheckpointError(f"{path}: got shorter while it was being read")
@@ -118,7 +119,7 @@ class _Work:
             yield at, piece
             self.progress.advance(len(view))
         if crc != record.crcs[block]:
-            buffer = bytearray(CHECK_BYTES)  # read it again to say what lies there
+            buffer = bytearray(raw.numel())  # read it again to say what lies there
             problem = block_problem(self.source, file, fd=fd, block=block, buffer=buffer)
             raise CheckpointError(problem or f"{path}: changed while it was being read")
 
@@ -127,13 +128,27 @@ def _part(blocks: Sequence[tuple[int, int]], number: int, count: int) -> Sequenc
     return blocks[len(blocks) * number // count : len(blocks) * (number + 1) // count]
 
 
-def _blocks_of(copies: Sequence[Copy]) -> list[int]:
-    """Return the blocks that copies read, and the first, which holds the header."""
-    numbers = {0}
-    for copy in copies:
-        if copy.offset < copy.stop:
-            numbers.update(range(copy.offset // BLOCK_BYTES, (copy.stop - 1) // BLOCK_BYTES + 1))
-    return sorted(numbers)
+def order_blocks(copies: Mapping[int, Sequence[Copy]]) -> list[tuple[int, int]]:
+    """Return the blocks that copies read, and each file's first, which holds the header. Local.
+
+    They are in the order in which what they hold goes out, so that ranks that do a run each write
+    different parts of the export: writes to one file wait for one another.
+
+    Returns:
+        Source file and block.
+    """
+    goals: dict[tuple[int, int], tuple[int, int]] = {(file, 0): (0, 0) for file in copies}
+    for file, listed in copies.items():
+        seen: set[int] = set()
+        for copy in listed:
+            if copy.offset == copy.stop:
+                continue
+            for block in range(copy.offset // BLOCK_BYTES, (copy.stop - 1) // BLOCK_BYTES + 1):
+                grown = max(0, block * BLOCK_BYTES - copy.offset)  # enough to sort by
+                goal = (copy.out, copy.at + grown)
+                goals[file, block] = min(goals[file, block], goal) if block in seen else goal
+                seen.add(block)
+    return sorted(goals, key=lambda block: (goals[block], block))
 
 
 def _parts(

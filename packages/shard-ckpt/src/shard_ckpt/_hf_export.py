@@ -14,7 +14,7 @@ import torch
 from shard_ckpt import _posix
 from shard_ckpt._agree import agree, attempt
 from shard_ckpt._blocks import write_file
-from shard_ckpt._check import Source
+from shard_ckpt._check import Source, open_source
 from shard_ckpt._draft import Draft, draft_path, sweep
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_copy import copy_blocks, write_all
@@ -28,7 +28,6 @@ from shard_ckpt._hf_layout import (
     weight_map,
 )
 from shard_ckpt._log import logger
-from shard_ckpt._marker import read_index
 from shard_ckpt._naming import Naming
 from shard_comm import Comm, comm_for
 
@@ -66,7 +65,7 @@ def export_hf(
     compares their checksums. The files get their names last.
 
     Args:
-        ckpt: a folder that ``save`` made.
+        ckpt: a folder that ``save`` made, or its URL.
         path: the folder for the files. It may exist, but must hold no safetensors files.
         max_shard_size: bytes of tensors per file, ``"5GB"`` or ``"5GiB"`` say. One file is
             ``model.safetensors``; several come with ``model.safetensors.index.json``.
@@ -97,7 +96,7 @@ def export_hf(
     with ExitStack() as stack:
 
         def prepare() -> _Prepared:
-            source = Source(Path(ckpt), read_index(Path(ckpt)))
+            source = open_source(ckpt)
             items = choose_items(source.index, section=section, names=names or Naming(), cast=cast)
             files = lay_out_files(items, max_bytes=parse_size(max_shard_size))
             if comm.rank != 0:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shard_ckpt._blocks import BLOCK_BYTES, block_count, block_range
-from shard_ckpt._check import Source, check_blocks
+from shard_ckpt._check import Source, check_blocks, open_source
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._extras import read_values
 from shard_ckpt._files import TENSOR_SUFFIX
@@ -16,7 +17,6 @@ from shard_ckpt._fill import fill
 from shard_ckpt._hf_folder import HF_SECTION, open_hf
 from shard_ckpt._index import TensorId, TensorRecord
 from shard_ckpt._lazy import LazyTensors
-from shard_ckpt._marker import read_index
 from shard_ckpt._match import Target
 from shard_ckpt._progress import Progress
 from shard_ckpt._state import Leaf
@@ -25,7 +25,7 @@ from shard_ckpt._values import RankValues, TensorRef
 _BLOCKS_AT_ONCE = 16  # between two reports of progress
 
 
-def read_own(path: Path, lazy: LazyTensors) -> dict[str, Any]:
+def read_own(path: str | os.PathLike[str], lazy: LazyTensors) -> dict[str, Any]:
     """Return the state in a checkpoint, its tensors as stand-ins. Local.
 
     Every block is read and its checksum compared first. Per-rank values come out as lists.
@@ -34,8 +34,8 @@ def read_own(path: Path, lazy: LazyTensors) -> dict[str, Any]:
         FileNotFoundError: there is no such folder.
         CheckpointError: it is not a whole, unaltered checkpoint.
     """
-    source = Source(path, read_index(path))
-    values = read_values(path, source.index, rank=0, world_size=0)
+    source = open_source(path)
+    values = read_values(source.folder, source.index, rank=0, world_size=0)
     _check_all(source)
     made: dict[TensorId, torch.Tensor] = {}
 
