@@ -114,6 +114,35 @@ def test_state_by_name_resumes(kind: str, world_size: int) -> None:
                 torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6)
 
 
+@kinds
+def test_reading_changes_nothing(kind: str) -> None:
+    """Templates of all parameters made before the first step are none of the optimizer's."""
+    cls, hyper = KINDS[kind]
+
+    def rank(comm: Comm, read: bool) -> list[torch.Tensor]:
+        params = parameters()
+        optimizer = ShardedOptimizer(groups_of(params), cls, comm=comm, **hyper)
+        if read:
+            template = optimizer.state_dict(allocate=True)
+            assert sorted(template["state"]) == ["a", "b", "c0", "c1", "c2", "c3"]
+        train(params, optimizer, range(3))
+        return [p.detach().clone() for p in params]
+
+    read, unread = (run_threads(rank, 2, each)[0] for each in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(read, unread, strict=True))
+
+
+def test_templates_hold_what_is_to_be_trained() -> None:
+    for cls in (torch.optim.Adam, AdamW):
+        params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+        named = list(zip("abc", params, strict=True))
+        optimizer = ShardedOptimizer(named, cls, comm=SoloComm())
+        params[0].requires_grad_(False)  # also after the optimizer was made
+        params[1].requires_grad_(False)
+        assert sorted(optimizer.state_dict(allocate=True)["state"]) == ["c"]
+        assert sorted(optimizer.state_dict(allocate=["b"])["state"]) == ["b", "c"]
+
+
 @worlds
 def test_each_rank_holds_its_share_of_the_state(world_size: int) -> None:
     def rank(comm: Comm) -> tuple[int, dict[str, tuple[int, int]]]:

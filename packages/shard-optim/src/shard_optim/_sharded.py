@@ -163,18 +163,17 @@ class ShardedOptimizer(Optimizer):
             piece.grad = None
         for shelf in self._shelves:
             shelf.gather()
-        for param, piece in self._pieces.items():
-            if piece in inner.state:
-                self.state[param] = inner.state[piece]
+        self._show(inner)
         return loss
 
     def state_dict(self, *, allocate: bool | Collection[str] = False) -> dict[str, Any]:
         """Return state and hyper-parameters by parameter name, sharing memory with the optimizer.
 
         Args:
-            allocate: make the state of parameters that have none yet, so that a checkpoint can be
-                loaded into it. True: of those that are to be trained. Names: also of frozen
-                parameters that are so called.
+            allocate: add state for parameters that have none yet, for a checkpoint to be read
+                into and then to be given to ``load_state_dict``; the optimizer itself does not
+                get it. True: for those that are to be trained. Names: also for frozen parameters
+                that are so called.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [...]}``, where each group lists names under
@@ -193,19 +192,17 @@ class ShardedOptimizer(Optimizer):
         inner, names = self._synced(), names_of(self.param_groups)
         if isinstance(inner, FlatOptimizer):
             inner.state_dict(allocate=allocate)
-        elif allocate is not False:
-            named = () if allocate is True else allocate
-            for group in inner.param_groups:
-                for piece in group["params"]:
-                    wanted = piece.requires_grad or piece.spec.name in named
-                    if wanted and not inner.state.get(piece):
-                        inner.state[piece] = _blank_state(type(inner), group, piece)
+        named = () if isinstance(allocate, bool) else allocate
+        state: dict[str, dict[str, Any]] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                name, own = names[param], inner.state.get(self._pieces[param])
+                if not own and allocate is not False and (param.requires_grad or name in named):
+                    own = _blank_state(type(inner), group, self._pieces[param])
+                if own:
+                    state[name] = dict(own)
         result: dict[str, Any] = {
-            "state": {
-                names[param]: dict(inner.state[piece])
-                for param, piece in self._pieces.items()
-                if inner.state.get(piece)
-            },
+            "state": state,
             "param_groups": pack_groups(self.param_groups, names),
         }
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -261,6 +258,7 @@ class ShardedOptimizer(Optimizer):
                 inner.state[piece] = own
         for group, other in zip(self.param_groups, theirs, strict=True):
             group.update(deepcopy(hyper_of(other)))
+        self._show(inner)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -290,7 +288,16 @@ class ShardedOptimizer(Optimizer):
         assert self._inner is not None
         for group, other in zip(self.param_groups, self._inner.param_groups, strict=True):
             other.update(hyper_of(group))
+        for param, piece in self._pieces.items():
+            piece.requires_grad_(param.requires_grad)
         return self._inner
+
+    def _show(self, inner: Optimizer) -> None:
+        """Show each parameter's state under the parameter itself."""
+        self.state.clear()
+        for param, piece in self._pieces.items():
+            if inner.state.get(piece):
+                self.state[param] = inner.state[piece]
 
     def _check(self) -> None:
         for shelf in self._shelves:
@@ -336,13 +343,9 @@ def _cut(name: str, key: str, value: Any, piece: ShardTensor) -> Any:
 def _blank_state(
     kind: Callable[..., Optimizer], group: Mapping[str, Any], piece: ShardTensor
 ) -> dict[str, Any]:
-    """State as one step of zeros makes it, set to zero: a template to be read into."""
+    """State as one step of zeros makes it: a template to be read into."""
     twin = torch.nn.Parameter(piece.like(torch.zeros_like(piece.local)))
     twin.grad = piece.like(torch.zeros_like(piece.local))
     optimizer = kind([{**{k: v for k, v in group.items() if k != "param_names"}, "params": [twin]}])
     optimizer.step()
-    state = dict(optimizer.state[twin])
-    for value in state.values():
-        if isinstance(value, torch.Tensor):
-            value.zero_()
-    return state
+    return dict(optimizer.state[twin])
