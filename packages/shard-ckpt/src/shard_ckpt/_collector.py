@@ -17,7 +17,7 @@ def collector_paused() -> Iterator[None]:
     """Collect no cycles within the block, on any thread; nests, also across threads.
 
     Records of 100,000 tensors would have it walk all objects of the program again and again. Keep
-    files and other ranks out of the block. Local.
+    other ranks out of the block, and files but the small ones of values. Local.
     """
     global _pauses, _was_enabled  # the collector is one per process too
     with _lock:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shard_ckpt._blocks import BLOCK_BYTES, FileRecord, write_file
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._crc import crc32
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._files import Origin
@@ -35,6 +36,7 @@ def is_extras(name: str) -> bool:
     return name.startswith("extra-r") and name.endswith(".json")
 
 
+@collector_paused()
 def encode_extras(flat: FlatState, rank: int) -> dict[str, Any] | None:
     """Encode what a rank stores besides tensors; None where that is nothing. Local.
 
@@ -63,6 +65,7 @@ def write_extras(folder: Place, table: Mapping[str, Any], *, origin: Origin) -> 
     return write_file(folder / extras_name(origin.rank), canonical_json(stamped))
 
 
+@collector_paused()
 def read_values(folder: Place, index: Index, *, rank: int, world_size: int) -> dict[str, Any]:
     """Read the stored structure for one rank of a group of any size. Local.
 

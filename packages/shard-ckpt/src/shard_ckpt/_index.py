@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from shard_ckpt._blocks import FileRecord, block_count
@@ -231,7 +232,7 @@ def _parse_tensor(
     record = TensorRecord(section, name, dtype, tuple(shape), ranges)
     if torch_dtype(dtype) is None:
         raise CheckpointError(f"{record.label}: unknown dtype {dtype!r}")
-    if not all(map(is_count, shape)) or not all(is_count(n) for part in ranges for n in part):
+    if not all(map(is_count, shape)) or not all(map(is_count, chain.from_iterable(ranges))):
         raise CheckpointError(f"{record.label}: shape or ranges are not counts")
     check_coverage(record)
     for part in ranges:

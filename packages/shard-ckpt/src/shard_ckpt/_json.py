@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._errors import CheckpointError
 
 
@@ -18,6 +19,7 @@ def canonical_json(value: Any) -> bytes:
     return text.encode("ascii")
 
 
+@collector_paused()
 def strict_loads(raw: bytes, *, label: str) -> dict[str, Any]:
     """Decode one JSON object. Local.
 

@@ -18,6 +18,7 @@ from shard_ckpt._check import (
     own_blocks,
     strangers,
 )
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import read_values
 from shard_ckpt._fill import fill
@@ -126,7 +127,8 @@ def load(
     if filled.error is not None:
         logger.error("%s: reading failed after all checks; tensors are filled in part", path)
     agree(comm, filled, share=lambda _: None, timeout_s=timeout_s)
-    merged: dict[str, Any] = merge(state, mine.values)
+    with collector_paused():
+        merged: dict[str, Any] = merge(state, mine.values)
     return merged
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class Target:
     leaf: Leaf
     record: TensorRecord
 
-    @property
+    @cached_property
     def stored_dtype(self) -> torch.dtype:
         """The dtype on disk."""
         dtype = torch_dtype(self.record.dtype)
@@ -34,8 +35,15 @@ class Target:
             raise AssertionError(f"{self.leaf.label}: dtype {self.record.dtype!r} was let through")
         return dtype
 
-    def reads(self) -> Iterator[Read]:
-        """Yield where the elements that this rank holds lie. Local."""
+    def reads(self) -> Sequence[Read]:
+        """Return where the elements that this rank holds lie. Local."""
+        return self._reads
+
+    @cached_property
+    def _reads(self) -> tuple[Read, ...]:
+        return tuple(self._find_reads())
+
+    def _find_reads(self) -> Iterator[Read]:
         start, stop, size = self.leaf.start, self.leaf.stop, self.record.itemsize
         ranges = self.record.ranges
         if self.record.numel == 0:  # nothing to read, but the file must be there
