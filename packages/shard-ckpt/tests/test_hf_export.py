@@ -265,3 +265,19 @@ def test_two_exports_into_one_folder(
         export_hf(ckpt, folder)
     assert (folder / "model.safetensors").read_bytes() == b"theirs"
     assert os.listdir(folder) == ["model.safetensors"]
+
+
+def test_files_without_data_are_durable_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"model": {"none": torch.zeros(0, 4)}}, tmp_path / "c", comm=SoloComm())
+    fsync, synced = _posix.fsync, []
+
+    def noting(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    monkeypatch.setattr(_posix, "fsync", noting)
+    export_hf(tmp_path / "c", tmp_path / "hf")
+    assert synced == [(tmp_path / "hf" / "model.safetensors").stat().st_ino]
+    assert read_folder(tmp_path / "hf")["none"].shape == (0, 4)

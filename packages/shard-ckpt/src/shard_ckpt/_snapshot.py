@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -91,10 +90,7 @@ class Staging:
         if self.nbytes >= nbytes and (self._buffer.is_pinned() or not pinned):
             return
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old one first
-        if pinned:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        else:
-            self._buffer = _huge_pages(nbytes)
+        self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def _copy_section(
         self, group: list[Entry], start: int, copies: dict[TensorId, Leaf]
@@ -118,16 +114,6 @@ class Staging:
             )
             at += nbytes
         return sources
-
-
-def _huge_pages(nbytes: int) -> torch.Tensor:
-    """Return host memory that costs few page faults to fill for the first time."""
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    memory = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _replaced(prepared: Prepared, copies: Mapping[TensorId, Leaf]) -> Prepared:
