@@ -51,14 +51,14 @@ class Row:
         ours: the figure.
         reference: what it is held against, in the same unit.
         ratio: ours divided by the reference.
-        target: the most that the ratio may be.
+        target: the most that the ratio may be; None where the figure is for information.
     """
 
     name: str
     ours: float
     reference: float
     ratio: float
-    target: float
+    target: float | None
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def peak_bytes() -> int:
     return _status("/proc/self/status", "VmHWM:") * 1024
 
 
-def row(name: str, ours: list[float], reference: list[float], target: float) -> Row:
+def row(name: str, ours: list[float], reference: list[float], target: float | None) -> Row:
     """Return medians, and the median of the ratios of the rounds."""
     ratio = statistics.median(a / b for a, b in zip(ours, reference, strict=True))
     return Row(name, statistics.median(ours), statistics.median(reference), ratio, target)
@@ -330,7 +330,7 @@ def save_rows(name: str, folder: Path, rounds: int) -> list[Row]:
         row(f"{name}: save, s, against torch", saved["ours"], saved["dcp"], 1.0),
         row(f"{name}: save, s, against plain writing", saved["ours"], saved["plain"], 1.25),
         row(f"{name}: async stall, s, against a memory copy", longest, copies, 1.2),
-        row(f"{name}: first async stall, s, likewise", first, copies[:1], float("inf")),
+        row(f"{name}: first async stall, s, likewise", first, copies[:1], None),
     ]
 
 
@@ -393,13 +393,14 @@ def main(argv: list[str] | None = None) -> int:
     print(f"checksums by {checksums}")
     print(f"{'':<58}{'ours':>10}{'reference':>12}{'ratio':>8}{'target':>8}")
     for line in rows:
+        target = "-" if line.target is None else f"{line.target:.2f}"
         print(
-            f"{line.name:<58}{line.ours:>10.3f}{line.reference:>12.3f}{line.ratio:>8.3f}"
-            f"{line.target:>8.2f}"
+            f"{line.name:<58}{line.ours:>10.3f}{line.reference:>12.3f}{line.ratio:>8.3f}{target:>8}"
         )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(line) for line in rows], indent=2) + "\n")
-    return 0 if all(line.ratio <= line.target for line in rows) else 1
+    missed = [line for line in rows if line.target is not None and line.ratio > line.target]
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
