@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -172,7 +173,8 @@ def timed(comm: Comm, work: Callable[[], object]) -> float:
 
 def write_plainly(buffer: torch.Tensor, path: Path) -> None:
     """Write a rank's bytes one after another, and make them durable; no checksums."""
-    view = memoryview(buffer.numpy()).cast("B")
+    bare: Any = buffer.numpy()
+    view = memoryview(bare).cast("B")
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for low in range(0, len(view), 16 * MIB):
         part = view[low : low + 16 * MIB]
@@ -191,7 +193,7 @@ def time_saves(comm: Comm, name: str, folder: str, rounds: int) -> Times:
     plain = buffer[: numel_of(size) * len(SLOTS) // comm.size]
     works: dict[str, Callable[[Path], object]] = {
         "ours": lambda path: save(ours, path, comm=comm),
-        "dcp": lambda path: dcp.save(theirs, checkpoint_id=path),
+        "dcp": lambda path: dcp_save(theirs, checkpoint_id=path),
         "plain": lambda path: write_plainly(plain, path.with_name(f"plain-{comm.rank}")),
     }
     times: Times = {kind: [] for kind in works}
@@ -242,7 +244,7 @@ def write_for_loads(comm: Comm, name: str, folder: str) -> None:
     buffer = buffer_for(size, comm.size)
     save(our_state(size, comm, buffer), root / "same", comm=comm)
     mesh = init_device_mesh("cpu", (comm.size,))
-    dcp.save(dcp_state(size, mesh, buffer), checkpoint_id=root / "dcp")
+    dcp_save(dcp_state(size, mesh, buffer), checkpoint_id=root / "dcp")
 
 
 def write_by_others(comm: Comm, name: str, folder: str) -> None:
@@ -261,7 +263,7 @@ def time_loads(comm: Comm, name: str, folder: str, rounds: int) -> Times:
     works: dict[str, Callable[[], object]] = {
         "same": lambda: load(ours, root / "same", comm=comm),
         "other": lambda: load(ours, root / "other", comm=comm),
-        "dcp": lambda: dcp.load(theirs, checkpoint_id=root / "dcp"),
+        "dcp": lambda: dcp_load(theirs, checkpoint_id=root / "dcp"),
     }
     times: Times = {kind: [] for kind in works}
     times["share"] = [numel_of(size) * len(SLOTS) * 4 / comm.size]
