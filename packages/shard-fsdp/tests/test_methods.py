@@ -124,6 +124,15 @@ def _at_most_two_full(comm: Comm) -> None:
         model(torch.ones(1, requires_grad=True)).sum().backward()
     assert max(counts) == 2
     assert not any(layer._shard_unit.has_storage for layer in model)
+    for depth in (0, 2, 3):
+        counts.clear()
+        model.zero_grad()
+        model.set_prefetch_depth(forward=depth, backward=depth)
+        model(torch.ones(1, requires_grad=True)).sum().backward()
+        assert max(counts[:6]) == max(counts[6:]) == depth + 1
+        assert full_grad(model[0].weight).item() == 2**5
+    with pytest.raises(ValueError, match="expected a depth of at least 0, got -1"):
+        model.set_prefetch_depth(backward=-1)
 
 
 class _Route(nn.Sequential):

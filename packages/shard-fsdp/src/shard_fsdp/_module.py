@@ -87,6 +87,29 @@ class FSDPModule(CommMethods, nn.Module):
         """Gather these as soon as this module's backward begins, instead of the one before."""
         self._shard_unit.settings.backward_prefetch = _units_of(modules)
 
+    def set_prefetch_depth(self, forward: int = 1, backward: int = 1) -> None:
+        """Gather that many units ahead, in the recorded order, below the outermost module.
+
+        Explicit lists of modules to prefetch come first.
+
+        Args:
+            forward: units ahead in forward; 0 gathers each when it runs.
+            backward: the same in backward.
+
+        Raises:
+            TypeError: a depth is not a whole number.
+            ValueError: a depth is below 0.
+
+        **Memory**: the full parameters of that many units and of the one that runs.
+        """
+        for depth in (forward, backward):
+            if isinstance(depth, bool) or not isinstance(depth, int):
+                raise TypeError(f"expected a number of units, got {depth!r}")
+            if depth < 0:
+                raise ValueError(f"expected a depth of at least 0, got {depth}")
+        schedule = self._shard_unit.schedule
+        schedule.forward_depth, schedule.backward_depth = forward, backward
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Skip gathering for backward where it needs no parameters, as for an embedding."""
         self._shard_unit.settings.unshard_in_backward = unshard_in_backward

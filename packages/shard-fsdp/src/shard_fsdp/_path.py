@@ -13,6 +13,7 @@ whole path in reverse all the same, so all of them launch the same collectives::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -83,12 +84,15 @@ class Path:
                 event.unit.pass_inputs(is_first=event.is_first)
         self._passed = min(self._passed, max(number, 0))
 
-    def before(self, number: int) -> Unit | None:
-        """Return the unit of the forward that ended before the one that ended there. Local."""
-        for event in reversed(self._events[:number]):
-            if event.is_end:
-                return event.unit
-        return None
+    def before(self, number: int, count: int) -> list[Unit]:
+        """Return the units of the forwards that ended before the one that ended there. Local.
+
+        Args:
+            number: of that event.
+            count: at most so many, the last to end first.
+        """
+        ended = (event.unit for event in reversed(self._events[:number]) if event.is_end)
+        return list(islice(ended, count))
 
     def rewind(self) -> None:
         """Be ready for another backward. Local."""

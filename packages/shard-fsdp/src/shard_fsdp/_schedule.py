@@ -38,12 +38,15 @@ class Schedule:
         strays: tensors with a graph that the forwards that run now put elsewhere than into their
             outputs.
         max_flying: reductions in flight at once.
+        forward_depth: how many units are gathered ahead of the one that runs forward.
+        backward_depth: the same in backward.
     """
 
     def __init__(self) -> None:
         self.units: list[Unit] = []
         self.is_last_backward = True
         self.max_flying = 1
+        self.forward_depth = self.backward_depth = 1
         self.strays: list[torch.Tensor] = []
         self.is_free = False
         self.accumulates = False
@@ -115,7 +118,7 @@ class Schedule:
         else:
             at = len(self._entered)
             same = self._expected[:at] == self._entered
-            following = self._expected[at : at + 1] if same else []
+            following = self._expected[at : at + self.forward_depth] if same else []
         for each in following:
             if each.unshard():
                 self._ahead.add(each)
@@ -218,8 +221,7 @@ class Schedule:
         """Start gathering what ran before, or what the unit was told to. Collective."""
         following = unit.settings.backward_prefetch
         if following is None:
-            before = path.before(left_at) if path is not None else None
-            following = [] if before is None else [before]
+            following = path.before(left_at, self.backward_depth) if path is not None else []
         for each in following:
             each.unshard(for_backward=True)
 
