@@ -288,16 +288,26 @@ def _returns_parameters(comm: Comm) -> None:
     assert whole.sum().item() == 15
 
 
-def _penalty(comm: Comm) -> None:
-    """A gradient of a gradient, with another forward in between."""
+def _plain_and_sharded(comm: Comm) -> tuple[Any, Any]:
+    """The same linear layer alone, and as a unit inside of another."""
     plain, inner = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     for each in (plain, inner):
         each.load_state_dict({"weight": torch.tensor([[1.0, 2.0], [3.0, 5.0]])})
-    model = fully_shard(nn.Sequential(fully_shard(inner, mesh=comm)), mesh=comm)
+    return plain, fully_shard(nn.Sequential(fully_shard(inner, mesh=comm)), mesh=comm)
+
+
+def _gradient_with_a_graph(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.ones(1, 2, requires_grad=True)
+    (gx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return x, gx
+
+
+def _penalty(comm: Comm) -> None:
+    """A gradient of a gradient, with another forward in between."""
+    plain, model = _plain_and_sharded(comm)
     found = []
     for each in (plain, model):
-        x = torch.ones(1, 2, requires_grad=True)
-        (gx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        x, gx = _gradient_with_a_graph(each)
         each(torch.zeros(1, 2))
         gx.square().sum().backward()
         found.append(x.grad)
@@ -407,14 +417,10 @@ def _shared_input(comm: Comm) -> None:
 
 def _penalty_with_the_loss(comm: Comm) -> None:
     """The penalty's graph still needs the parameters after the loss's backward freed them."""
-    plain, inner = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-    for each in (plain, inner):
-        each.load_state_dict({"weight": torch.tensor([[1.0, 2.0], [3.0, 5.0]])})
-    model = fully_shard(nn.Sequential(fully_shard(inner, mesh=comm)), mesh=comm)
+    plain, model = _plain_and_sharded(comm)
     found = []
     for each in (plain, model):
-        x = torch.ones(1, 2, requires_grad=True)
-        (gx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        x, gx = _gradient_with_a_graph(each)
         (each(torch.ones(1, 2)).sum() + gx.square().sum()).backward()
         found.append((x.grad, next(each.parameters()).grad))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)

@@ -16,7 +16,7 @@ from shard_comm import Comm, Recorded
 from shard_flat import ShardTensor
 from shard_optim import Adafactor
 from shard_optim._rows import Rows
-from shard_testing import run_threads
+from shard_testing import draw_steps, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
@@ -27,24 +27,13 @@ HYPER: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "d": 1.0, "beta2_decay"
 
 
 def data(dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], list[list[Any]]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw() -> list[Any]:
-        return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in SHAPES]
-
-    fulls, grads = draw(), [draw() for _ in range(steps)]
+    fulls, grads = draw_steps(SHAPES, dtype, steps, drawn=torch.float64)
     grads[1][0] = grads[2][1] = None
     return fulls, grads
 
 
 def train(kind: type[Any], fulls: Sequence[torch.Tensor], steps: Any) -> tuple[list[Any], Any]:
-    params = [nn.Parameter(full.clone()) for full in fulls]
-    optimizer = kind(params, **HYPER)
-    for grads in steps:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        optimizer.step()
-    return params, optimizer
+    return take_steps(lambda params: kind(params, **HYPER), fulls, steps)
 
 
 def test_rows_by_hand() -> None:

@@ -22,7 +22,7 @@ from shard_optim._blocks import (
     encode_square,
     scale_of,
 )
-from shard_testing import run_threads
+from shard_testing import draw_steps, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
@@ -65,12 +65,7 @@ def test_blocks_that_are_cut() -> None:
 
 
 def data(dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], list[list[Any]]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw() -> list[Any]:
-        return [torch.randn(s, generator=generator).to(dtype) for s in SIZES]
-
-    fulls, grads = draw(), [draw() for _ in range(steps)]
+    fulls, grads = draw_steps(SIZES, dtype, steps)
     grads[1][2] = None
     return fulls, grads
 
@@ -78,12 +73,7 @@ def data(dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], list[list[
 def train_plain(
     fulls: Sequence[torch.Tensor], steps: Any, kind: type[Any], **hyper: Any
 ) -> tuple[list[torch.Tensor], Any]:
-    params = [nn.Parameter(full.clone()) for full in fulls]
-    optimizer = kind(params, **hyper)
-    for grads in steps:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        optimizer.step()
+    params, optimizer = take_steps(lambda params: kind(params, **hyper), fulls, steps)
     return [p.detach() for p in params], optimizer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from shard_comm import Comm, Recorded, SoloComm
 from shard_flat import ShardSpec, ShardTensor, shard_tensor
 from shard_optim import AdamW, _tails
 from shard_optim._plan import StepPlan
-from shard_testing import run_threads
+from shard_testing import draw_steps, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
@@ -26,12 +27,7 @@ HYPER = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
 
 def train_plain(fulls: Sequence[torch.Tensor], steps: Steps) -> dict[str, list[torch.Tensor]]:
-    params = [nn.Parameter(full.clone()) for full in fulls]
-    optimizer = AdamW(params, **HYPER)  # type: ignore[arg-type]
-    for grads in steps:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        optimizer.step()
+    params, optimizer = take_steps(partial(AdamW, **HYPER), fulls, steps)  # type: ignore[arg-type]
     result = {"param": [p.detach() for p in params]}
     for slot in ("exp_avg", "exp_avg_sq", "step"):
         result[slot] = [optimizer.state[p][slot] for p in params]
@@ -54,12 +50,7 @@ def train_sharded(
 
 
 def data(sizes: Sequence[int], dtype: torch.dtype, steps: int, seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw() -> list[torch.Tensor]:
-        return [torch.randn(n, generator=generator, dtype=torch.float64).to(dtype) for n in sizes]
-
-    return draw(), [draw() for _ in range(steps)]
+    return draw_steps(sizes, dtype, steps, seed=seed, drawn=torch.float64)
 
 
 def same_bits(left: dict[str, list[torch.Tensor]], right: dict[str, list[torch.Tensor]]) -> bool:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shard_comm import Comm, Recorded, SoloComm
 from shard_flat import ShardTensor
 from shard_optim import SGD, Adam, Lion
-from shard_testing import run_threads
+from shard_testing import draw_steps, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
@@ -64,23 +64,13 @@ SIZES = [37, 0, 5, 2001, 1, 64, 1211, 7]
 
 
 def data(dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], list[list[Any]]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw() -> list[Any]:
-        return [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
-
-    fulls, grads = draw(), [draw() for _ in range(steps)]
+    fulls, grads = draw_steps(SIZES, dtype, steps)
     grads[1][3] = None  # counters part
     return fulls, grads
 
 
 def train(make: Make, fulls: Sequence[torch.Tensor], steps: Any, **hyper: Any) -> list[Any]:
-    params = [nn.Parameter(full.clone()) for full in fulls]
-    optimizer = make(params, **hyper)
-    for grads in steps:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        optimizer.step()
+    params, _ = take_steps(lambda params: make(params, **hyper), fulls, steps)
     return [param.detach() for param in params]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from shard_comm import Comm, Recorded, SoloComm
 from shard_flat import ParamSpec, ShardTensor, plan_layout, shard_tensor
 from shard_optim import AdamW, Muon, _routes
 from shard_optim._newton import orthogonalized
-from shard_testing import run_ranks, run_threads
+from shard_testing import draw_steps, run_ranks, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
@@ -25,24 +26,13 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def data(dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], list[list[Any]]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw() -> list[Any]:
-        return [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
-
-    fulls, grads = draw(), [draw() for _ in range(steps)]
+    fulls, grads = draw_steps(SHAPES, dtype, steps)
     grads[1][0] = grads[2][1] = None
     return fulls, grads
 
 
 def train(fulls: Sequence[torch.Tensor], steps: Any, **hyper: Any) -> tuple[list[Any], Muon]:
-    params = [nn.Parameter(full.clone()) for full in fulls]
-    optimizer = Muon(params, **hyper)
-    for grads in steps:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        optimizer.step()
-    return params, optimizer
+    return take_steps(partial(Muon, **hyper), fulls, steps)
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (16, 64), (64, 16)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from shard_comm import Comm, Recorded, SoloComm
 from shard_flat import ShardTensor
 from shard_optim import SOAP, Adam, AdamW
-from shard_testing import run_threads
+from shard_testing import draw_steps, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
@@ -24,24 +25,13 @@ HYPER: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "precondition_every": 
 
 
 def data(dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], list[list[Any]]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw() -> list[Any]:
-        return [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
-
-    fulls, grads = draw(), [draw() for _ in range(steps)]
+    fulls, grads = draw_steps(SHAPES, dtype, steps)
     grads[1][0] = grads[2][1] = None
     return fulls, grads
 
 
 def train(fulls: Sequence[torch.Tensor], steps: Any, **hyper: Any) -> tuple[list[Any], SOAP]:
-    params = [nn.Parameter(full.clone()) for full in fulls]
-    optimizer = SOAP(params, **hyper)
-    for grads in steps:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = None if grad is None else grad.clone()
-        optimizer.step()
-    return params, optimizer
+    return take_steps(partial(SOAP, **hyper), fulls, steps)
 
 
 def test_it_is_adam_in_the_basis_of_the_gradients() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -78,6 +78,25 @@ def agree(
         if failure is not None:
             raise _rebuild(failure, rank, comm.size) from outcome.error
     return [shared for _, shared in replies]
+
+
+def check_same_save(save_ids: Sequence[str], where: str, *, purpose: str) -> None:
+    """Raise where ranks see different saves at one path. Local; the same on all ranks.
+
+    Args:
+        save_ids: what each rank sees, in rank order.
+        where: the path.
+        purpose: what they want to do.
+
+    Raises:
+        CheckpointError: two ranks see different ones.
+    """
+    for rank, save_id in enumerate(save_ids):
+        if save_id != save_ids[0]:
+            raise CheckpointError(
+                f"{where}: rank 0 sees save {save_ids[0]}, rank {rank} of {len(save_ids)} sees "
+                f"{save_id}; {purpose} from a folder that all ranks share"
+            )
 
 
 def _describe(error: Exception) -> _Failure:

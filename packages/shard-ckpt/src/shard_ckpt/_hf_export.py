@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 
 from shard_ckpt import _posix
-from shard_ckpt._agree import agree, attempt
+from shard_ckpt._agree import agree, attempt, check_same_save
 from shard_ckpt._blocks import write_file
 from shard_ckpt._check import Source, open_source
 from shard_ckpt._draft import Draft, draft_path, sweep
-from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_copy import copy_blocks, write_all
 from shard_ckpt._hf_folder import HF_STEM, INDEX_SUFFIX, SUFFIX, encode_weight_map
 from shard_ckpt._hf_layout import (
@@ -111,12 +110,7 @@ def export_hf(
             timeout_s=timeout_s,
         )
         mine = prepared.value()
-        for rank, (save_id, _) in enumerate(heard):
-            if save_id != heard[0][0]:
-                raise CheckpointError(
-                    f"{ckpt}: rank 0 sees save {heard[0][0]}, rank {rank} of {comm.size} sees "
-                    f"{save_id}; export from a folder that all ranks share"
-                )
+        check_same_save([save_id for save_id, _ in heard], f"{ckpt}", purpose="export")
         place = draft_path(folder / _DRAFT_STEM, heard[0][1])
         written = attempt(lambda: copy_blocks(mine.source, mine.files, place, comm=comm))
         agree(comm, written, share=lambda _: None, timeout_s=timeout_s)

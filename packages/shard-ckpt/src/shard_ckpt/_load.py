@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shard_ckpt._agree import agree, attempt
+from shard_ckpt._agree import agree, attempt, check_same_save
 from shard_ckpt._check import (
     Intervals,
     Source,
@@ -113,12 +113,7 @@ def load(
         comm, opened, share=lambda o: (o.source.index.save_id, o.needs), timeout_s=timeout_s
     )
     mine = opened.value()
-    for rank, (save_id, _) in enumerate(heard):
-        if save_id != heard[0][0]:
-            raise CheckpointError(
-                f"{path}: rank 0 sees save {heard[0][0]}, rank {rank} of {comm.size} sees "
-                f"{save_id}; load from a folder that all ranks share"
-            )
+    check_same_save([save_id for save_id, _ in heard], f"{path}", purpose="load")
     blocks = own_blocks([needs for _, needs in heard], comm.rank)
     checked = attempt(lambda: check_blocks(mine.source, blocks))
     agree(comm, checked, share=lambda _: None, timeout_s=timeout_s)

@@ -15,6 +15,7 @@ from shard_comm._call_entry import CallEntry
 from shard_comm._calls import listed, noted, noted_anew
 from shard_comm._comm import Comm, Work
 from shard_comm._shared_array import SharedArray
+from shard_comm._wrapper import Wrapper
 
 KEPT = 64
 
@@ -25,7 +26,7 @@ class _DifferentCallsError(RuntimeError):
     """All ranks know it, and the entries of all of them are logged already."""
 
 
-class Checked(Comm):
+class Checked(Wrapper):
     """Pass collectives on to ``inner`` after all ranks have found that they call the same one.
 
     Before each collective the ranks exchange a digest of eight bytes of the number of the call,
@@ -47,8 +48,7 @@ class Checked(Comm):
     """
 
     def __init__(self, inner: Comm) -> None:
-        super().__init__(inner.rank, inner.size, device=inner.device, timeout_s=inner.timeout_s)
-        self.inner = inner
+        super().__init__(inner)
         self._calls = 0
         self._kept: deque[CallEntry] = deque(maxlen=KEPT)
         self._digest = torch.zeros(1, dtype=torch.int64, device=inner.device)
@@ -61,15 +61,6 @@ class Checked(Comm):
             if entry.state in ("checking", "running"):
                 entry.turn(entry.state)
         return list(self._kept)
-
-    def close(self) -> None:
-        """Close the inner comm too; the entries stay. Local."""
-        super().close()
-        self.inner.close()
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the inner comm's memory. Local."""
-        return self.inner.empty(numel, dtype)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it."""

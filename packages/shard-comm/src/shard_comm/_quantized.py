@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from shard_comm._codes import BlockCode
 from shard_comm._comm import Comm, Work
 from shard_comm._tree import tree_fold
+from shard_comm._wrapper import Wrapper
 
 _CODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Quantized(Comm):
+class Quantized(Wrapper):
     """Gather as 8-bit and reduce as 8- or 4-bit blocks of integers; the rest goes to ``inner``.
 
     * ``all_gather`` sends one byte per element and a float32 scale per block: half of bfloat16. All
@@ -51,29 +50,9 @@ class Quantized(Comm):
             raise ValueError(f"expected bits to be 8 or 4, got {bits}")
         if block < 2 or block % 2:
             raise ValueError(f"expected an even block of at least 2 elements, got {block}")
-        super().__init__(inner.rank, inner.size, device=inner.device, timeout_s=inner.timeout_s)
-        self.inner = inner
+        super().__init__(inner)
         self.bits = bits
         self.block = block
-
-    def close(self) -> None:
-        """Close the inner comm too. Local."""
-        super().close()
-        self.inner.close()
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the inner comm's memory. Local."""
-        return self.inner.empty(numel, dtype)
-
-    def barrier(self, *, timeout_s: float | None = None) -> None:
-        """Return when every rank has called it."""
-        self._limit_s("barrier", timeout_s)
-        self.inner.barrier(timeout_s=timeout_s)
-
-    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """Return every rank's object, exactly."""
-        self._limit_s("all_gather_object", timeout_s)
-        return self.inner.all_gather_object(obj, timeout_s=timeout_s)
 
     def split(self, color: int) -> Comm:
         """Return the inner comm's part, quantized likewise."""

@@ -11,6 +11,7 @@ import torch
 
 from shard_comm._comm import Comm, Work
 from shard_comm._shared_array import SharedArray
+from shard_comm._wrapper import Wrapper
 
 
 @dataclass
@@ -35,7 +36,7 @@ class OpRecord:
         self.payload_bytes += nbytes
 
 
-class Recorded(Comm):
+class Recorded(Wrapper):
     """Pass every collective on to ``inner`` and count it.
 
     Args:
@@ -47,22 +48,12 @@ class Recorded(Comm):
     """
 
     def __init__(self, inner: Comm) -> None:
-        super().__init__(inner.rank, inner.size, device=inner.device, timeout_s=inner.timeout_s)
-        self.inner = inner
+        super().__init__(inner)
         self.records: defaultdict[str, OpRecord] = defaultdict(OpRecord)
 
     def reset(self) -> None:
         """Forget all counts. Local."""
         self.records.clear()
-
-    def close(self) -> None:
-        """Close the inner comm too; the counts stay. Local."""
-        super().close()
-        self.inner.close()
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the inner comm's memory. Local."""
-        return self.inner.empty(numel, dtype)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from shard_comm._comm import Comm, Work
+from shard_comm._wrapper import Wrapper
 
 
-class HostStaged(Comm):
+class HostStaged(Wrapper):
     """Copy tensors to the host, let ``inner`` move them, copy results back.
 
     For backends without accelerator support, such as Gloo with several ranks on one device: slow,
@@ -29,25 +28,18 @@ class HostStaged(Comm):
         device = torch.device(device)
         if inner.device.type != "cpu":
             raise ValueError(f"expected an inner comm for CPU tensors, got {inner}")
-        super().__init__(inner.rank, inner.size, device=device, timeout_s=inner.timeout_s)
-        self.inner = inner
+        super().__init__(inner, device=device)
 
-    def close(self) -> None:
-        """Close the inner comm too. Local."""
-        super().close()
-        self.inner.close()
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory where the caller's tensors live. Local."""
+        return Comm.empty(self, numel, dtype)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it and its device has done its work."""
         self._limit_s("barrier", timeout_s)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.inner.barrier(timeout_s=timeout_s)
-
-    def all_gather_object(self, obj: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """Return every rank's object."""
-        self._limit_s("all_gather_object", timeout_s)
-        return self.inner.all_gather_object(obj, timeout_s=timeout_s)
+        super().barrier(timeout_s=timeout_s)
 
     def split(self, color: int) -> Comm:
         """Return the comm of the ranks that passed the same ``color``, staged likewise."""

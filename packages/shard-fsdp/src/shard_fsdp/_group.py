@@ -104,8 +104,8 @@ class ParamGroup:
         self._version = -1
         self._pieces = [p.local for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
-        self._hooked = [False] * len(self.sharded_params)
-        self._accumulators: list[Node] = []  # of full parameters that have been trained
+        # Of full parameters that have been trained, and so have a hook; None for the others.
+        self._accumulators: list[Node | None] = [None] * len(self.sharded_params)
         self._seen_versions: list[int] = []
         self.full: Full | None = None
         self.exposes_shard = False
@@ -208,7 +208,7 @@ class ParamGroup:
     @property
     def was_trainable(self) -> bool:
         """Whether some parameter required a gradient in some forward."""
-        return any(self._hooked)
+        return any(node is not None for node in self._accumulators)
 
     # --- parameters that others changed ---
 
@@ -340,7 +340,7 @@ class ParamGroup:
 
         ``torch.autograd.grad`` does not, unless told to. Local, in a backward only.
         """
-        return any(_will_run(node) for node in self._accumulators)
+        return any(node is not None and _will_run(node) for node in self._accumulators)
 
     def register_full(self) -> None:
         """Let the modules see the full parameters. Local."""
@@ -349,15 +349,14 @@ class ParamGroup:
         ):
             if full.requires_grad != sharded.requires_grad:
                 full.requires_grad_(sharded.requires_grad)
-            if sharded.requires_grad and not self._hooked[i]:
-                self._hooked[i] = True
+            if sharded.requires_grad and self._accumulators[i] is None:
                 full.register_post_accumulate_grad_hook(self.reducer.hook_for(i))
                 with (
                     torch._C._DisableFuncTorch(),
                     torch.inference_mode(False),
                     torch.enable_grad(),
                 ):
-                    self._accumulators.append(get_gradient_edge(full).node)
+                    self._accumulators[i] = get_gradient_edge(full).node
             for module, attribute in slots:
                 module._parameters[attribute] = full
         self._seen_versions = [full._version for full in self.full_params]

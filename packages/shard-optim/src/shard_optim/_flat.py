@@ -16,6 +16,7 @@ from shard_optim._groups import (
     Group,
     check_memory,
     check_params,
+    entries_of,
     labels_of,
     name_in,
     names_of,
@@ -23,7 +24,14 @@ from shard_optim._groups import (
 )
 from shard_optim._plan import Lane, StepPlan, make_plan
 from shard_optim._slots import Slot, allocate_slots
-from shard_optim._state import Rules, Saved, hyper_of, match_state, pack_groups
+from shard_optim._state import (
+    Rules,
+    Saved,
+    hyper_of,
+    match_state,
+    pack_groups,
+    through_hooks,
+)
 
 _Slots = tuple[Slot, ...]
 
@@ -92,9 +100,7 @@ class FlatOptimizer(Optimizer, ABC):
             ValueError: as for the constructor; nothing was added.
         """
         if not isinstance(param_group["params"], set):  # torch's own check refuses sets
-            entries = param_group["params"]
-            entries = [entries] if isinstance(entries, torch.Tensor) else list(entries)
-            param_group["params"] = entries
+            entries = param_group["params"] = entries_of(param_group)
             number = len(self.param_groups)
             params, names = unpack(entries, self.param_groups)
             first = f" ({names[0]}, ...)" if names else ""
@@ -171,10 +177,7 @@ class FlatOptimizer(Optimizer, ABC):
             "state": {n: dict(self.state[p]) for p, n in names.items() if self.state.get(p)},
             "param_groups": pack_groups(self.param_groups, names),
         }
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, result)
-            result = result if changed is None else changed
-        return result
+        return through_hooks(self._optimizer_state_dict_post_hooks, self, result)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy state and hyper-parameters in, by name, or by position where there are no names.
@@ -191,10 +194,7 @@ class FlatOptimizer(Optimizer, ABC):
 
         **Collective**: local.
         """
-        saved = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, saved)
-            saved = saved if changed is None else changed
+        saved = through_hooks(self._optimizer_load_state_dict_pre_hooks, self, dict(state_dict))
         names = names_of(self.param_groups)
         kind = type(self).__name__
         rules = Rules(kind, self._switches(), self._check_hyper, self._slots_of, self._adapt)

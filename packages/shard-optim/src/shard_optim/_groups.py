@@ -56,6 +56,12 @@ def name_in(groups: Sequence[Group], param: torch.Tensor) -> str:
     return "a parameter of no group"
 
 
+def entries_of(group: Mapping[str, Any]) -> list[Any]:
+    """Return what is listed under ``"params"``: parameters, or pairs with names. Local."""
+    entries = group["params"]
+    return [entries] if isinstance(entries, torch.Tensor) else list(entries)
+
+
 def unpack(entries: Sequence[Any], groups: Sequence[Group]) -> tuple[list[Any], list[str]]:
     """Split what is to become a group into parameters and their names.
 

@@ -13,9 +13,9 @@ from shard_comm import Comm
 from shard_flat import ShardTensor
 from shard_optim._agree import CollectiveOptimizer
 from shard_optim._flat import FlatOptimizer
-from shard_optim._groups import check_params, labels_of, name_in, names_of, unpack
+from shard_optim._groups import check_params, entries_of, labels_of, name_in, names_of, unpack
 from shard_optim._shelf import Shelf
-from shard_optim._state import hyper_of, keys_of, pack_groups
+from shard_optim._state import hyper_of, keys_of, pack_groups, through_hooks
 
 _SCALARS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers, for a whole parameter
 _WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
@@ -110,9 +110,7 @@ class ShardedOptimizer(Optimizer):
             ValueError: as for the constructor; nothing was added.
         """
         if not isinstance(param_group["params"], set):  # torch's own check refuses sets
-            entries = param_group["params"]
-            entries = [entries] if isinstance(entries, torch.Tensor) else list(entries)
-            param_group["params"] = entries
+            entries = param_group["params"] = entries_of(param_group)
             params, names = unpack(entries, self.param_groups)
             for param, name in zip(params, names, strict=True):
                 if isinstance(param, ShardTensor):
@@ -205,10 +203,7 @@ class ShardedOptimizer(Optimizer):
             "state": state,
             "param_groups": pack_groups(self.param_groups, names),
         }
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, result)
-            result = result if changed is None else changed
-        return result
+        return through_hooks(self._optimizer_state_dict_post_hooks, self, result)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -224,10 +219,7 @@ class ShardedOptimizer(Optimizer):
 
         **Collective**: local.
         """
-        saved = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, saved)
-            saved = saved if changed is None else changed
+        saved = through_hooks(self._optimizer_load_state_dict_pre_hooks, self, dict(state_dict))
         theirs = saved["param_groups"]
         if len(theirs) != len(self.param_groups):
             raise ValueError(

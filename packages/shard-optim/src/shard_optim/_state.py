@@ -151,3 +151,13 @@ def _check_state(name: str, param: torch.Tensor, source: Saved, slots: Sequence[
                 f"{name}: {slot.name} is a piece [{value.spec.start}, {value.spec.stop}) of "
                 f"another sharding; load it with shard_ckpt, which moves state between world sizes"
             )
+
+
+def through_hooks(
+    hooks: Mapping[int, Callable[..., Any]], optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Hand a state dictionary to each hook, which may return another one. Local."""
+    for hook in hooks.values():
+        changed = hook(optimizer, state)
+        state = state if changed is None else changed
+    return state

@@ -2,6 +2,7 @@
 
 from shard_testing._dtypes import STORED_DTYPES
 from shard_testing._models import DecoderBlock, Scale, TiedTable, TinyDecoder, token_batches
+from shard_testing._optimizers import draw_steps, take_steps
 from shard_testing._processes import run_ranks
 from shard_testing._tensors import full_grad, full_value
 from shard_testing._threads import run_threads
@@ -12,9 +13,11 @@ __all__ = [
     "Scale",
     "TiedTable",
     "TinyDecoder",
+    "draw_steps",
     "full_grad",
     "full_value",
     "run_ranks",
     "run_threads",
+    "take_steps",
     "token_batches",
 ]
