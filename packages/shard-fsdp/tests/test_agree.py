@@ -70,8 +70,9 @@ def _different_units(comm: Comm) -> None:
 
 def _different_losses(comm: Comm) -> None:
     assert _run_different_losses(comm) == (
-        "ranks call different collectives: rank 0 calls reduce_scatter sum of 8 float32 for "
-        "layers.0.weight, rank 1 calls reduce_scatter sum of 8 float32 for layers.1.weight"
+        "ranks call different collectives: rank 0 calls reduce_scatter sum of 8 float32 (mean) for "
+        "layers.0.weight, rank 1 calls reduce_scatter sum of 8 float32 (mean) for "
+        "layers.1.weight"
     )
 
 

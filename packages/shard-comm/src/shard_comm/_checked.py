@@ -49,6 +49,7 @@ class Checked(Wrapper):
 
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)
+        self.reads_own = inner.reads_own
         self._calls = 0
         self._kept: deque[CallEntry] = deque(maxlen=KEPT)
         self._digest = torch.zeros(1, dtype=torch.int64, device=inner.device)
@@ -135,6 +136,20 @@ class Checked(Wrapper):
     ) -> Work:
         def go() -> Work:
             return self.inner._sum_scatter(out, inp, divisor, timeout_s)
+
+        return self._run("reduce_scatter sum", inp, timeout_s, go)
+
+    def _sum_parts(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        divisor: int,
+        donated: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        def go() -> Work:
+            return self.inner._sum_parts(out, inp, own, divisor, donated, timeout_s)
 
         return self._run("reduce_scatter sum", inp, timeout_s, go)
 

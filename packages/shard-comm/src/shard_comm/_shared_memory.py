@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class SharedMemoryComm(Comm):
     see ``trim``. A forked child inherits none of it: tensors in it must not be touched there,
     and every call of the comm raises.
     """
+
+    reads_own = True
 
     def __init__(self, engine: Engine, *, timeout_s: float) -> None:
         device = torch.device("cpu")
@@ -175,6 +177,22 @@ class SharedMemoryComm(Comm):
     ) -> Work:
         call = _call("reduce_scatter", inp, op=op)
         return self._launch(call, lambda turn: moves.scatter(turn, out, inp, op), timeout_s)
+
+    def _sum_parts(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        divisor: int,
+        donated: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        call = _call("reduce_scatter", inp, op="sum")
+
+        def body(turn: Turn) -> Body:
+            return moves.scatter_sum(turn, out, inp, own, divisor, donated=donated)
+
+        return self._launch(call, body, timeout_s)
 
     def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
         call = _call("all_reduce", flat, op=op)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shard_comm._board import ARRIVED, DONE
-from shard_comm._tree import reduce_terms, tree_sum_wide
+from shard_comm._tree import block_numel, reduce_terms, sum_parts, tree_sum_wide
 from shard_comm._turn import Body, Turn
 
 CHUNK_BYTES = 4 << 20
 """Staging memory of one input; two of these are in use when the input is larger."""
 
 _SMALL_BYTES = 32 << 10
-_BLOCK_NUMEL = 1 << 15
 
 Read = Callable[[int, int, Callable[[int], torch.Tensor]], None]
 """Takes columns ``[low, high)``; the function gives a rank's ``[rows, high - low]``."""
@@ -43,6 +42,26 @@ def scatter(turn: Turn, out: torch.Tensor, inp: torch.Tensor, op: str) -> Body:
         _reduce(terms, op, flat[low:high])
 
     return _by_columns(turn, inp.view(turn.size, out.numel()), read, showing=True)
+
+
+def scatter_sum(
+    turn: Turn,
+    out: torch.Tensor,
+    inp: torch.Tensor,
+    own: Sequence[torch.Tensor],
+    divisor: int,
+    *,
+    donated: bool,
+) -> Body:
+    """Add this rank's row of every rank's input, its own as given apart, and divide the sum."""
+    flat = out.view(-1)
+
+    def read(low: int, high: int, theirs: Callable[[int], torch.Tensor]) -> None:
+        rows = [theirs(rank)[turn.rank] for rank in range(turn.size)]
+        sum_parts(rows, flat[low:high], mine=turn.rank, own=own, skip=low, divisor=divisor)
+
+    rows = inp.view(turn.size, out.numel())
+    return _by_columns(turn, rows, read, showing=True, donated=donated)
 
 
 def scatter_wide(turn: Turn, out: torch.Tensor, inp: torch.Tensor, divisor: int) -> Body:
@@ -155,12 +174,16 @@ def collect(turn: Turn, packed: bytes, everyone: list[bytes]) -> Body:
     return stage
 
 
-def _by_columns(turn: Turn, rows: torch.Tensor, read: Read, *, showing: bool) -> Body:
+def _by_columns(
+    turn: Turn, rows: torch.Tensor, read: Read, *, showing: bool, donated: bool = False
+) -> Body:
     """Show ``rows`` to the others and read theirs, all at once or in chunks of columns.
 
     What lies in shared memory is read where it is. Anything else passes through two staging
     buffers; then all ranks go chunk by chunk: whoever has filled chunk ``c`` has read chunk
     ``c - 1``, so the buffer of that one is free when all have filled ``c``.
+
+    Rows that the caller ``donated`` are kept until everyone has read them, which nobody waits for.
     """
     count, numel = rows.shape
     dtype = rows.dtype
@@ -201,6 +224,8 @@ def _by_columns(turn: Turn, rows: torch.Tensor, read: Read, *, showing: bool) ->
         read(low, high, theirs)
     turn.reach(DONE)
     if showing and stage is None:
+        if donated:
+            return rows
         yield DONE
     return stage
 
@@ -217,6 +242,7 @@ def _reduce(terms: list[torch.Tensor], op: str, out: torch.Tensor) -> None:
     if len(terms) == 2:
         reduce_terms(terms, op, out)
         return
-    for low in range(0, out.numel(), _BLOCK_NUMEL):
-        block = slice(low, low + _BLOCK_NUMEL)
+    width = block_numel(len(terms))
+    for low in range(0, out.numel(), width):
+        block = slice(low, low + width)
         reduce_terms([term[block] for term in terms], op, out[block])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-_BLOCK = 1 << 15
-"""Elements added at a time on the CPU, so that partial sums stay in the cache."""
+_CACHED = 1 << 18
+"""Elements that are added at a time on the CPU, partial sums and all, so that they stay cached."""
 
 
 def tree_sum(terms: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,13 +75,67 @@ def tree_sum_wide(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: 
         out: where the sum goes; memory apart from the terms.
         divisor: divides every contribution, in the wider dtype, before it is added.
 
-    **Collective**: local. **Memory**: a few hundred KiB on the CPU; elsewhere one ``out`` for each
-    doubling of the number of terms.
+    **Collective**: local. **Memory**: 1 MiB on the CPU; elsewhere one ``out`` for each doubling of
+    the number of terms.
     """
-    block = _BLOCK if out.device.type == "cpu" else max(out.numel(), 1)
+    block = block_numel(len(terms)) if out.device.type == "cpu" else max(out.numel(), 1)
     for start in range(0, out.numel(), block):
         stop = min(start + block, out.numel())
         _add_up([term[start:stop] for term in terms], out[start:stop], divisor)
+
+
+def block_numel(count: int) -> int:
+    """How many elements of ``count`` terms are added at a time. Local."""
+    return _CACHED >> max(count - 1, 1).bit_length() - 1
+
+
+def sum_parts(
+    rows: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    *,
+    mine: int,
+    own: Sequence[torch.Tensor],
+    skip: int = 0,
+    divisor: int = 1,
+) -> None:
+    """Add rows in the same tree into ``out`` ``[numel]``, in its dtype, and divide the sum.
+
+    Worked example: rows ``[1, 2, 3]`` and ``[_, _, _]`` with ``mine=1``, parts ``[10]`` and
+    ``[20, 30]`` and ``divisor=2`` give ``[5.5, 11, 16.5]``.
+
+    Args:
+        rows: every rank's contribution ``[numel]``; what row ``mine`` holds is not read.
+        out: where the mean goes; of the rows' dtype or a wider one, in memory apart.
+        mine: the row that is given by ``own``.
+        own: flat tensors that, one after another, make up ``[skip + numel]`` or more.
+        skip: elements of ``own`` that come before.
+        divisor: divides the sum, in ``out``'s dtype.
+
+    **Collective**: local. **Memory**: 1 MiB, or less.
+    """
+    terms = list(rows)
+    for start, part in _spans(own, skip, skip + out.numel(), block_numel(len(rows))):
+        stop = start + part.numel()
+        now = [part if i == mine else row[start:stop] for i, row in enumerate(terms)]
+        into = out[start:stop]
+        if into.dtype == part.dtype:
+            tree_sum(now, out=into)
+        else:
+            _add_up(now, into, 1)
+        if divisor != 1:
+            into.div_(divisor)
+
+
+def _spans(
+    parts: Sequence[torch.Tensor], low: int, high: int, most: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """What lies in ``[low, high)`` of joined tensors, at most so much at a time, and from where."""
+    begin = 0
+    for part in parts:
+        end = begin + part.numel()
+        for start in range(max(low, begin), min(high, end), most):
+            yield start - low, part[start - begin : min(start + most, high, end) - begin]
+        begin = end
 
 
 def _add_up(terms: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:

@@ -19,13 +19,25 @@ if TYPE_CHECKING:
     from shard_fsdp._group import GroupContext
 
 
+_KEPT_BYTES = 64 << 10
+"""Of the smallest gradients that stay where autograd put them; of others a copy is quicker."""
+
+
 @dataclass(frozen=True)
 class _Flight:
-    """A reduction under way: its result, and which parameters get a gradient from it."""
+    """A reduction under way.
+
+    Attributes:
+        work: what to wait for.
+        out: its result.
+        wanted: which parameters get a gradient from it.
+        divided: the result is the mean, not the sum.
+    """
 
     work: Work
     out: torch.Tensor
     wanted: list[bool]
+    divided: bool
 
 
 class GradReducer:
@@ -35,6 +47,9 @@ class GradReducer:
     added. Between host memories gradients travel in the dtype that they appear in and are added
     in the reduction dtype: the same sum for fewer bytes. Elsewhere, and while microbatches add up
     unsynchronised, the buffer has the reduction dtype.
+
+    Where a transport reads this rank's own contribution in place, large gradients of which this
+    rank owns all are not copied: nobody else needs them.
 
     Args:
         layout: the group's layout.
@@ -70,6 +85,11 @@ class GradReducer:
         self._gaps = layout.gaps()
         self._buffer: torch.Tensor | None = None
         self._slots: list[torch.Tensor] = []
+        self._kept: dict[int, torch.Tensor] = {}  # gradients that were not copied
+        self._may_keep = [
+            piece.numel == spec.numel and spec.numel * self._wire.itemsize >= _KEPT_BYTES
+            for piece, spec in zip(self._pieces, layout.specs, strict=True)
+        ]
         self._flight: _Flight | None = None
         self._partial: torch.Tensor | None = None  # reduced here, not yet over replicas
         self._pending = [False] * len(params)  # whose gradients it holds
@@ -102,8 +122,12 @@ class GradReducer:
         self._make_buffer()
         slot = self._slots[index]
         scale = self._scale
-        if self.arrived[index]:
+        if index in self._kept:
+            self._kept[index] = self._kept[index] + grad  # its memory may be another's as well
+        elif self.arrived[index]:
             slot.add_(grad, alpha=scale)
+        elif self._may_keep[index] and self._is_direct and grad.is_contiguous():
+            self._kept[index] = grad
         elif scale != 1:
             torch.mul(grad, scale, out=slot)
         else:
@@ -117,10 +141,14 @@ class GradReducer:
         **Collective**: local; all ranks alike.
         """
         self._accumulates = True
-        if self._buffer is not None and self._buffer.dtype != self._dtype:
-            narrow = self._buffer
-            self._drop_buffer()
-            self._make_buffer().copy_(narrow)
+        if self._buffer is not None:
+            for index, grad in self._kept.items():
+                self._slots[index].copy_(grad)
+            self._kept = {}
+            if self._buffer.dtype != self._dtype:
+                narrow = self._buffer
+                self._drop_buffer()
+                self._make_buffer().copy_(narrow)
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -139,9 +167,23 @@ class GradReducer:
         for start, stop in self._gaps:
             buffer[start:stop].zero_()
         out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
-        name = self._handout.params[0].spec.name
-        work = reduce_scatter(self._comm, out, buffer, self._context.settings, name=name)
-        self._flight = _Flight(work, out, wanted)
+        settings = self._context.settings
+        divided = (
+            self._handout.divisor == self._comm.size
+            and self._context.replicas is None
+            and settings.reduce_scatter is None
+            and self._scale == 1
+        )
+        work = reduce_scatter(
+            self._comm,
+            out,
+            buffer,
+            settings,
+            op="mean" if divided else "sum",
+            own=self._take_own(buffer),
+            name=self._handout.params[0].spec.name,
+        )
+        self._flight = _Flight(work, out, wanted, divided)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -167,7 +209,7 @@ class GradReducer:
             self._context.replicas.all_reduce(reduced, name=self._handout.params[0].spec.name)
         self._pending = [False] * len(self._pending)
         factor = self._handout.divisor * self._scale
-        if factor != 1:
+        if factor != 1 and not flight.divided:
             reduced.div_(factor)
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(reduced)
@@ -186,6 +228,7 @@ class GradReducer:
         self._pending = [False] * len(self._pending)
         self._partial = None
         self._accumulates = False
+        self._kept = {}
         self._drop_buffer()
 
     @property
@@ -200,19 +243,42 @@ class GradReducer:
             return 1.0
         return 2.0 ** -math.ceil(math.log2(divisor) / 2)
 
+    @property
+    def _is_narrow(self) -> bool:
+        """Whether the next buffer has the dtype that gradients appear in."""
+        settings = self._context.settings
+        return (
+            settings.sync_gradients
+            and not self._accumulates
+            and settings.reduce_scatter is None
+            and self._comm.device.type == "cpu"
+        )
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether the transport reads this rank's own gradients where they are."""
+        comm = self._context.settings.reduce_comm or self._comm
+        assert self._buffer is not None
+        return comm.reads_own and self._is_narrow and self._buffer.dtype == self._wire
+
     def _make_buffer(self) -> torch.Tensor:
         if self._buffer is None:
-            settings = self._context.settings
-            narrow = (
-                settings.sync_gradients
-                and not self._accumulates
-                and settings.reduce_scatter is None
-                and self._comm.device.type == "cpu"
-            )
-            dtype = self._wire if narrow else self._dtype
+            dtype = self._wire if self._is_narrow else self._dtype
             self._buffer = self._comm.empty(self._layout.numel, dtype)
             self._slots = self._layout.views(self._buffer)
         return self._buffer
+
+    def _take_own(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's slice of the buffer, the gradients that were not copied in their places."""
+        kept, self._kept = self._kept, {}
+        numel, start = self._layout.shard_numel, 0
+        mine = buffer[self._comm.rank * numel : (self._comm.rank + 1) * numel]
+        parts = []
+        for index in sorted(kept, key=lambda i: self._pieces[i].offset):
+            at, grad = self._pieces[index].offset, kept[index].view(-1)
+            parts += [mine[start:at], grad]
+            start = at + grad.numel()
+        return [*parts, mine[start:]]
 
     def _drop_buffer(self) -> None:
         self._buffer = None
