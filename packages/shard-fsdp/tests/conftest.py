@@ -11,5 +11,5 @@ def shares_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """
     found: bool = request.param
     if found:
-        monkeypatch.setattr("shard_fsdp._reduce._KEPT_BYTES", 0)
+        monkeypatch.setattr("shard_fsdp._grad_buffer._KEPT_BYTES", 0)
     return found

@@ -75,13 +75,17 @@ def test_adds_up_and_hands_out_means(world_size: int) -> None:
 def _buffer_is_freed(comm: Comm) -> None:
     reducer = _make(comm, UnitSettings())
     reducer.receive(0, torch.ones(3))
-    assert reducer._buffer is not None
+    data = reducer._buffer._data
+    assert data is not None
     reducer.launch()
+    assert reducer._buffer._data is None
+    assert reducer._flight is not None
+    assert reducer._flight.buffer is data
     reducer.finish()
-    assert reducer._buffer is None
+    assert reducer._flight is None
     reducer.receive(0, torch.ones(3))
     reducer.discard()
-    assert reducer._buffer is None
+    assert reducer._buffer._data is None
     assert reducer.arrived == [False, False]
 
 
@@ -185,10 +189,10 @@ def _kept(comm: Comm) -> None:
         grads = [torch.full((3,), 1.0 + comm.rank), torch.full((2, 2), 10.0 + comm.rank)]
         for index, grad in enumerate(grads):
             reducer.receive(index, grad)
-        assert reducer._kept == {mine: grads[mine]}
-        assert reducer._slots[1 - mine].tolist() == grads[1 - mine].tolist()
+        assert reducer._buffer._kept == {mine: grads[mine]}
+        assert reducer._buffer._slots[1 - mine].tolist() == grads[1 - mine].tolist()
         reducer.launch()
-        assert reducer._kept == {}
+        assert reducer._buffer._kept == {}
         reducer.finish()
     assert _full_grads(reducer) == [[3.0] * 3, [21.0] * 4]
 
@@ -211,13 +215,13 @@ def _kept_across_microbatches(comm: Comm) -> None:
     reducer = _make(comm, settings)
     mine, shapes = 1 - comm.rank, [(3,), (2, 2)]
     reducer.receive(mine, torch.full(shapes[mine], 1e8))
-    assert list(reducer._kept) == [mine]
+    assert list(reducer._buffer._kept) == [mine]
     reducer.accumulate()
-    assert reducer._kept == {}
+    assert reducer._buffer._kept == {}
     for index, shape in enumerate(shapes):
         reducer.receive(index, torch.full(shape, -1e8 if index == mine else 2.0))
         reducer.receive(index, torch.full(shape, 2.0))
-    assert reducer._kept == {}
+    assert reducer._buffer._kept == {}
     reducer.launch()
     reducer.finish()
     assert _full_grads(reducer) == [[3.0] * 3, [3.0] * 4]  # (2 + 4) / 2
@@ -227,7 +231,7 @@ def _kept_and_forgotten(comm: Comm) -> None:
     reducer = _make(comm, UnitSettings())
     mine = 1 - comm.rank
     reducer.receive(mine, torch.ones([(3,), (2, 2)][mine]))
-    assert list(reducer._kept) == [mine]
+    assert list(reducer._buffer._kept) == [mine]
     reducer.discard()
     reducer.launch()
     reducer.finish()
@@ -238,7 +242,7 @@ def _strided_is_copied(comm: Comm) -> None:
     reducer = _make(comm, UnitSettings())
     reducer.receive(0, torch.ones(3))
     reducer.receive(1, torch.tensor([[1.0, 3.0], [2.0, 4.0]]).t())
-    assert list(reducer._kept) == [0][: comm.rank]
+    assert list(reducer._buffer._kept) == [0][: comm.rank]
     reducer.launch()
     reducer.finish()
     assert _full_grads(reducer)[1] == [1.0, 2.0, 3.0, 4.0]
@@ -246,10 +250,17 @@ def _strided_is_copied(comm: Comm) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [_kept, _kept_and_more, _kept_across_microbatches, _kept_and_forgotten, _strided_is_copied],
+    [
+        _kept,
+        _kept_and_more,
+        _kept_across_microbatches,
+        _kept_and_forgotten,
+        _strided_is_copied,
+        _half,
+    ],
 )
 def test_own_gradients_stay_where_they_are(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shard_fsdp._reduce._KEPT_BYTES", 0)
+    monkeypatch.setattr("shard_fsdp._grad_buffer._KEPT_BYTES", 0)
     run_threads(check, 2, shares_memory=True)
 
 
@@ -257,7 +268,7 @@ def _copied(comm: Comm) -> None:
     reducer = _make(comm, UnitSettings())
     reducer.receive(0, torch.ones(3))
     reducer.receive(1, torch.ones(2, 2))
-    assert reducer._kept == {}
+    assert reducer._buffer._kept == {}
     reducer.discard()
 
 
@@ -265,5 +276,5 @@ def test_small_gradients_are_copied_and_so_are_all_where_nothing_is_read_in_plac
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_threads(_copied, 2, shares_memory=True)
-    monkeypatch.setattr("shard_fsdp._reduce._KEPT_BYTES", 0)
+    monkeypatch.setattr("shard_fsdp._grad_buffer._KEPT_BYTES", 0)
     run_threads(_copied, 2)
