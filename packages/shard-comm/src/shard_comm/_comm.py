@@ -66,6 +66,8 @@ class Comm(ABC):
 
     closed = False
     process_group: dist.ProcessGroup | None = None
+    # Made on the way to this comm and held by nobody else.
+    _made: Comm | None = None
 
     def __init__(self, rank: int, size: int, *, device: torch.device, timeout_s: float) -> None:
         if not 0 <= rank < size:
@@ -93,6 +95,8 @@ class Comm(ABC):
         Calling it again does nothing. A wrapper closes the comm inside.
         """
         self.closed = True
+        if self._made is not None:
+            self._made.close()
 
     def shared(self, numel: int, dtype: torch.dtype, *, name: str = "") -> SharedArray | None:
         """Return one array that all ranks map; None where the transport has none.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,7 @@ from shard_comm._calls import describe, noted
 from shard_comm._comm import Comm, Work
 from shard_comm._roll import SLOW_S, Inquiry, Roll
 from shard_comm._solo import SoloComm
-from shard_comm._tree import tree_sum_rows
+from shard_comm._tree import reduce_rows
 
 # torch 2.13 renames both and warns at the old names; older torch has the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,6 +56,9 @@ class GroupComm(Comm):
     runs, and an ``all_reduce`` one of ``size`` times the tensor's: keep to small tensors there.
     """
 
+    # Where it is set, a slow wait calls it every second; it raises where waiting on is no use.
+    _watch: Callable[[], None] | None = None
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -91,7 +96,7 @@ class GroupComm(Comm):
 
     def close(self) -> None:
         """Destroy the process group if ``split()`` made it; a caller's own stays. Local."""
-        if self._owned and not self.closed:
+        if self._owned and self.group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(self.group)
         super().close()
 
@@ -104,10 +109,13 @@ class GroupComm(Comm):
         """Return every rank's picklable ``obj``, in rank order. For small control data."""
         self._limit_s("all_gather_object", timeout_s)
         packed = bytearray(pickle.dumps(obj))
-        with noted("", "all_gather_object"):
-            return self._gather_pickled(packed, timeout_s)
+        return [pickle.loads(theirs) for theirs in self._gather_packed(packed, timeout_s)]
 
-    def _gather_pickled(self, packed: bytearray, timeout_s: float | None) -> list[Any]:
+    def _gather_packed(self, packed: bytearray, timeout_s: float | None) -> list[bytes]:
+        with noted("", "all_gather_object"):
+            return self._gather_uneven(packed, timeout_s)
+
+    def _gather_uneven(self, packed: bytearray, timeout_s: float | None) -> list[bytes]:
         mine = torch.frombuffer(packed, dtype=torch.uint8).to(self.device)
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
         self._all_gather(lengths, lengths.new_tensor([mine.numel()]), timeout_s).wait()
@@ -117,7 +125,7 @@ class GroupComm(Comm):
         self._all_gather(everyone, padded, timeout_s).wait()
         rows = everyone.view(self.size, longest).cpu()
         return [
-            pickle.loads(ctypes.string_at(row.data_ptr(), length))
+            ctypes.string_at(row.data_ptr(), length)
             for row, length in zip(rows, lengths.tolist(), strict=True)
         ]
 
@@ -157,7 +165,7 @@ class GroupComm(Comm):
         return group
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        work = _all_gather(_bytes_of(out), _bytes_of(inp), group=self.group, async_op=True)
+        work = _all_gather(bytes_of(out), bytes_of(inp), group=self.group, async_op=True)
         return self._launch("all_gather", work, timeout_s, inp)
 
     def _reduce_scatter(
@@ -170,13 +178,13 @@ class GroupComm(Comm):
             return self._launch(f"reduce_scatter {op}", work, timeout_s, inp)
         received = inp.new_empty(self.size, out.numel())
         work = dist.all_to_all_single(
-            _bytes_of(received), _bytes_of(inp), group=self.group, async_op=True
+            bytes_of(received), bytes_of(inp), group=self.group, async_op=True
         )
         arriving = self._launch(f"reduce_scatter {op}", work, timeout_s, inp)
 
         def finish() -> None:
             arriving.wait()
-            out.view(-1).copy_(_reduce_rows(received, op))
+            out.view(-1).copy_(reduce_rows(received, op))
 
         return Work(finish)
 
@@ -185,24 +193,38 @@ class GroupComm(Comm):
             work = dist.all_reduce(flat, op=_REDUCE_OPS[op], group=self.group, async_op=True)
             return self._launch(f"all_reduce {op}", work, timeout_s, flat)
         gathered = flat.new_empty(self.size, flat.numel())
-        work = _all_gather(_bytes_of(gathered), _bytes_of(flat), group=self.group, async_op=True)
+        work = _all_gather(bytes_of(gathered), bytes_of(flat), group=self.group, async_op=True)
         arriving = self._launch(f"all_reduce {op}", work, timeout_s, flat)
 
         def finish() -> None:
             arriving.wait()
-            flat.copy_(_reduce_rows(gathered, op))
+            flat.copy_(reduce_rows(gathered, op))
 
         return Work(finish)
 
     def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work:
-        work = dist.broadcast(_bytes_of(flat), group=self.group, group_src=src, async_op=True)
+        work = dist.broadcast(bytes_of(flat), group=self.group, group_src=src, async_op=True)
         return self._launch("broadcast", work, timeout_s, flat)
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        work = dist.all_to_all_single(
-            _bytes_of(out), _bytes_of(inp), group=self.group, async_op=True
-        )
+        work = dist.all_to_all_single(bytes_of(out), bytes_of(inp), group=self.group, async_op=True)
         return self._launch("all_to_all", work, timeout_s, inp)
+
+    def _exchange(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        sizes: tuple[Sequence[int], Sequence[int]],
+        *,
+        op: str,
+        tensor: torch.Tensor,
+        timeout_s: float | None,
+    ) -> Work:
+        """Move so many bytes from and to each rank; errors call it ``op`` of ``tensor``."""
+        work = dist.all_to_all_single(
+            out, inp, list(sizes[0]), list(sizes[1]), group=self.group, async_op=True
+        )
+        return self._launch(op, work, timeout_s, tensor)
 
     def _launch(
         self, op: str, work: Any, timeout_s: float | None, tensor: torch.Tensor | None = None
@@ -221,9 +243,8 @@ class GroupComm(Comm):
                     inquiry = self._first_wait(work, call, limit_s)
                     if inquiry is None:
                         return
-                left_s = max(limit_s - (time.monotonic() - began), 0.001)
                 if host_wait:
-                    work.wait(timedelta(seconds=left_s))
+                    self._wait_until(work, began + limit_s, inquiry)
                 else:
                     work.wait()
             except RuntimeError as error:
@@ -251,13 +272,36 @@ class GroupComm(Comm):
             return self._inquire(call)
         return None
 
+    def _wait_until(self, work: Any, end_s: float, inquiry: Inquiry | None) -> None:
+        while True:
+            left_s = max(end_s - time.monotonic(), 0.001)
+            step_s = left_s if self._watch is None else min(left_s, SLOW_S)
+            try:
+                work.wait(timedelta(seconds=step_s))
+            except RuntimeError:
+                if self._watch is None or step_s == left_s or work.is_completed():
+                    raise
+                self._watch()
+                if inquiry is not None and inquiry.heard:
+                    raise RuntimeError(inquiry.heard) from None
+            else:
+                return
+
     def _inquire(self, call: int) -> Inquiry:
-        inquiry = Inquiry(self._roll, call)
+        inquiry = Inquiry(self._roll, call, listening=self._watch is not None)
         inquiry.start()
         return inquiry
 
+    def _end_calls(self, reason: str) -> None:
+        """Tell ranks that wait, and watch, that this one comes to no more calls. Local.
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        In a thread, since a store on a host that is gone may never answer.
+        """
+        name = f"shard-comm-end-{self.rank}"
+        threading.Thread(target=self._roll.end, args=(reason,), name=name, daemon=True).start()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """What is only moved is moved as bytes: no backend knows all dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
@@ -271,12 +315,6 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     found = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
     # Gloo moves accelerator tensors for some operations only; it counts for the host.
     return {device: name for device, name in found.items() if device == "cpu" or name != "gloo"}
-
-
-def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
-    if op == "sum":
-        return tree_sum_rows(rows)
-    return rows.amax(0) if op == "max" else rows.amin(0)
 
 
 def _group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_comm._comm import Comm
 from shard_comm._group import GroupComm, backends_of
-from shard_comm._shared_file import NoSharedMemoryError, host_name
-from shard_comm._shared_memory import SharedMemoryComm
+from shard_comm._hierarchical import through_memory
 from shard_comm._solo import SoloComm
 from shard_comm._staged import HostStaged
 
@@ -39,9 +38,10 @@ def comm_for(
         shared_memory: whether ranks of one host may use their memory; the same on all ranks.
 
     Returns:
-        A SoloComm for one rank; a SharedMemoryComm for CPU tensors where all ranks are on one
-        host and can open memory of one another; else a GroupComm, through host memory where the
-        backend does not serve the device. The same group gives the same comm.
+        A SoloComm for one rank. For CPU tensors a SharedMemoryComm where all ranks are on one
+        host, a HierarchicalComm where they are on several and some share one, if ranks of a host
+        can open memory of one another. Else a GroupComm, through host memory where the backend
+        does not serve the device. The same group gives the same comm.
 
     Raises:
         ValueError: the mesh has more than one dimension, or this process is not part of the mesh
@@ -50,8 +50,8 @@ def comm_for(
             environment says that there are several ranks.
         TypeError: something else was given.
 
-    **Collective**: the first call for a group and the CPU, where the ranks find out whether
-    they share a host. All else is local.
+    **Collective**: the first call for a group and the CPU, where the ranks find out who
+    shares a host. All else is local.
     """
     if isinstance(mesh_or_group, Comm):
         return mesh_or_group
@@ -99,21 +99,9 @@ def comm_for(
         else:
             comm = GroupComm(group, device=place)
             if shared_memory and place.type == "cpu":
-                comm = _through_memory(comm)
+                comm = through_memory(comm)
         _comms[key] = comm
     return comm
-
-
-def _through_memory(comm: GroupComm) -> Comm:
-    """Return a comm through memory if the ranks share a host, else the same comm. Collective."""
-    if len(set(comm.all_gather_object(host_name()))) > 1:
-        return comm
-    try:
-        return SharedMemoryComm.join(comm)
-    except NoSharedMemoryError as error:
-        if comm.rank == 0:
-            logger.warning("%d ranks of one host go through Gloo: %s", comm.size, error)
-        return comm
 
 
 def _with_index(device: torch.device | str) -> torch.device:
