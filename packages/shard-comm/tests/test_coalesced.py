@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shard_comm import Checked, Comm, GroupComm, PlanComm, Recorded, comm_for
+from shard_comm import Checked, Comm, GroupComm, HostStaged, PlanComm, Recorded, comm_for
 from shard_comm import _group as group_module
 from shard_comm._launches import Launched, Launches
 from shard_testing import run_ranks
@@ -204,6 +204,7 @@ def check_all(comm: Comm) -> None:
     assert comm_for(separate_reductions=True).empty(1, torch.float32).numel() == 1
     for wrapper in (Checked(comm), Recorded(plain)):
         assert wrapper.process_group is dist.group.WORLD
+    assert HostStaged(plain, "meta").process_group is None  # Gloo serves no meta tensors
 
 
 def test_two_processes() -> None:

@@ -62,7 +62,7 @@ class Relay:
         mine, charges = bytes_of(inp), self._charges[self.rank]
         rows = bytes_of(writable(out)).view(self.size, mine.numel())
         count = 1 + max(len(theirs) for theirs in self._charges.values())
-        block = self._local.empty(count * mine.numel(), torch.uint8).view(count, mine.numel())
+        block = self._take(count, mine.numel(), dtype=torch.uint8)
         block[0].copy_(mine)
         self._exchange(
             block[1 : 1 + len(charges)].view(-1),
@@ -88,7 +88,7 @@ class Relay:
         """Reduce inside the host for this rank and its charges, then join what hosts came to."""
         numel, parts = out.numel(), self.hosts.subtrees[self.hosts.of[self.rank]]
         wanted = [self.rank, *self._charges[self.rank]]
-        reduced = torch.empty(len(wanted), len(parts), numel, dtype=out.dtype)
+        reduced = self._take(len(wanted), len(parts), numel, dtype=out.dtype)
         places = self.hosts.places
 
         def read(low: int, high: int, theirs: Callable[[int], torch.Tensor]) -> None:
@@ -105,7 +105,7 @@ class Relay:
         self._locally(call, body, clock)
         theirs = {rank: self.hosts.subtrees[self.hosts.of[rank]] for rank in self._counterparts}
         arriving = [part for parts in theirs.values() for part in parts]
-        received = torch.empty(len(arriving), numel, dtype=out.dtype)
+        received = self._take(len(arriving), numel, dtype=out.dtype)
         row_bytes = numel * out.itemsize
         self._exchange(
             bytes_of(received),
@@ -124,12 +124,12 @@ class Relay:
     ) -> None:
         """Reduce a part each, and gather the parts."""
         numel = -(-flat.numel() // self.size)
-        padded = self._local.empty(numel * self.size, flat.dtype)
+        padded = self._take(numel * self.size, dtype=flat.dtype)
         padded[: flat.numel()].copy_(flat)
         padded[flat.numel() :].zero_()
-        part = torch.empty(numel, dtype=out.dtype)
+        part = self._take(numel, dtype=out.dtype)
         self.scatter(call, part, padded, fold, clock)
-        whole = torch.empty(numel * self.size, dtype=out.dtype)
+        whole = self._take(numel * self.size, dtype=out.dtype)
         self.gather(call, whole, part, clock)
         out.copy_(whole[: flat.numel()])
 
@@ -141,7 +141,7 @@ class Relay:
         remote = [rank for rank in range(self.size) if self.hosts.of[rank] != there]
         sizes = {rank: chunks[rank].numel() for rank in remote}
         width = -(-whole.numel() // len(self._peers))
-        block = self._local.empty(width, torch.uint8)
+        block = self._take(width, dtype=torch.uint8)
         self._exchange(
             block[: sizes.get(self.rank, 0)],
             torch.cat([chunks[rank] for rank in remote]) if self.rank == src else block[:0],
@@ -163,6 +163,10 @@ class Relay:
             return moves.by_columns(turn, block.view(1, -1), read, showing=True)
 
         self._locally(call, body, clock)
+
+    def _take(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of the host, which is warm when it is taken again."""
+        return self._local.empty(torch.Size(shape).numel(), dtype).view(shape)
 
     def _chunk(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of all bytes that a rank takes in for its host."""
