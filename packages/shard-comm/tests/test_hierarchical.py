@@ -26,7 +26,7 @@ from shard_comm import (
     _shared_file,
     comm_for,
 )
-from shard_comm._hierarchical import through_memory
+from shard_comm._hierarchical import _let_go, through_memory
 from shard_testing import run_ranks, run_threads
 
 SIZES = (1, 7, 20_000, 300_001)
@@ -293,6 +293,26 @@ def check_closing(comm: HierarchicalComm) -> None:
     comm.barrier()
 
 
+def check_end_of_a_process(comm: HierarchicalComm) -> None:
+    """What is under way is given up, so that no thread is left in it, and others hear why."""
+    part = comm.split(0)
+    assert isinstance(part, HierarchicalComm)
+    part.barrier()
+    out, mine = torch.empty(4), torch.ones(1)
+    if comm.rank == 2:
+        work = part.all_gather(out, mine, async_op=True)
+        _let_go(part._engine, part._worker, part._where)
+        assert not part._worker._thread.is_alive()
+        with pytest.raises(RuntimeError, match=r"this comm is gone \(rank 2 of 4\)"):
+            work.wait()
+    comm.barrier()
+    if comm.rank != 2:
+        heard = r"this comm is gone \(rank 2 of 4\)|rank 2 \(process \d+\) is gone"
+        with pytest.raises(RuntimeError, match=heard):
+            part.reduce_scatter(mine, torch.ones(4))
+    comm.barrier()
+
+
 CHECKS = [
     check_what_it_is,
     check_parts,
@@ -304,6 +324,7 @@ CHECKS = [
     check_declared_host,
     check_no_memory_on_one_host,
     check_closing,
+    check_end_of_a_process,
 ]
 
 CALLS: dict[str, tuple[Callable[[Comm, float], object], str]] = {

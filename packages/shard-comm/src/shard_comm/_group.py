@@ -26,6 +26,7 @@ from shard_comm._tree import reduce_rows
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_TELL_S = 1.0
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -409,7 +410,10 @@ class GroupComm(Comm):
         In a thread, since a store on a host that is gone may never answer.
         """
         name = f"shard-comm-end-{self.rank}"
-        threading.Thread(target=self._roll.end, args=(reason,), name=name, daemon=True).start()
+        telling = threading.Thread(target=self._roll.end, args=(reason,), name=name, daemon=True)
+        with contextlib.suppress(RuntimeError):  # as it is when the process ends
+            telling.start()
+            telling.join(_TELL_S)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

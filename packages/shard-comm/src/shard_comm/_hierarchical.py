@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from shard_comm import _shared_moves as moves
 from shard_comm._comm import Comm, Work
+from shard_comm._engine import Engine
 from shard_comm._group import GroupComm
 from shard_comm._hosts import Hosts
 from shard_comm._relay import Clock, Fold, Relay, writable
@@ -23,6 +25,7 @@ logger = logging.getLogger("shard_comm")
 
 _SMALL_BYTES = 32 << 10
 _STOP_S = 1.0
+_END_S = 5.0
 
 
 class HierarchicalComm(Comm):
@@ -66,6 +69,8 @@ class HierarchicalComm(Comm):
         net._watch = self._engine.listen
         self._relay = Relay(local, net, hosts)
         self._worker = Worker(f"shard-comm-rank-{self.rank}")
+        # At the end of the process a thread that waits in torch would bring it down.
+        weakref.finalize(self, _let_go, self._engine, self._worker, self._where)
 
     @classmethod
     def join(
@@ -231,6 +236,11 @@ class HierarchicalComm(Comm):
             future.result()
 
         return Work(finish)
+
+
+def _let_go(engine: Engine, worker: Worker, where: str) -> None:
+    engine.close(f"this comm is gone {where}, or its process ends")
+    worker.stop(_END_S)
 
 
 def through_memory(comm: GroupComm, *, host: str | None = None) -> Comm:

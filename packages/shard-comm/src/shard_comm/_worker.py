@@ -41,7 +41,8 @@ class Worker:
     def stop(self, wait_s: float) -> bool:
         """End the thread after what it was given; return whether it has ended in time. Local."""
         self._jobs.put(None)
-        self._thread.join(wait_s)
+        if self._thread is not threading.current_thread():
+            self._thread.join(wait_s)
         return not self._thread.is_alive()
 
 
