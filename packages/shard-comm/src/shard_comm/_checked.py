@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any
 
@@ -62,6 +62,10 @@ class Checked(Wrapper):
             if entry.state in ("checking", "running"):
                 entry.turn(entry.state)
         return list(self._kept)
+
+    def coalesced(self) -> AbstractContextManager[None]:
+        """Change nothing: each collective is compared, and so started, by itself. Local."""
+        return nullcontext()
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +69,8 @@ class Comm(ABC):
     closed = False
     reads_own = False
     process_group: dist.ProcessGroup | None = None
+    # Made on the way to this comm and held by nobody else.
+    _made: Comm | None = None
 
     def __init__(self, rank: int, size: int, *, device: torch.device, timeout_s: float) -> None:
         if not 0 <= rank < size:
@@ -95,6 +98,23 @@ class Comm(ABC):
         Calling it again does nothing. A wrapper closes the comm inside.
         """
         self.closed = True
+        if self._made is not None:
+            self._made.close()
+
+    def coalesced(self) -> AbstractContextManager[None]:
+        """Start the collectives called inside together, where the transport can.
+
+        Call them with ``async_op`` and wait after the block; elsewhere they start at once. Over
+        NCCL it is one launch, as for the groups of a unit that are gathered together::
+
+            with comm.coalesced():
+                works = [comm.all_gather(out, inp, async_op=True) for out, inp in pairs]
+            for work in works:
+                work.wait()
+
+        **Collective**: all ranks call the same collectives inside.
+        """
+        return nullcontext()
 
     def shared(self, numel: int, dtype: torch.dtype, *, name: str = "") -> SharedArray | None:
         """Return one array that all ranks map; None where the transport has none.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -62,6 +62,13 @@ def tree_sum_rows(rows: torch.Tensor) -> torch.Tensor:
             rows[low].add_(rows[low + step])
         step *= 2
     return rows[0]
+
+
+def reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce rows ``[n, numel]``, sums in the same tree, overwriting them. Local."""
+    if op == "sum":
+        return tree_sum_rows(rows)
+    return rows.amax(0) if op == "max" else rows.amin(0)
 
 
 def tree_sum_wide(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int = 1) -> None:
@@ -173,6 +180,49 @@ def tree_fold(count: int, term: Callable[[int], torch.Tensor]) -> torch.Tensor:
         return left.add_(add_up(middle, stop))
 
     return add_up(0, count)
+
+
+def subtrees(owners: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the largest parts ``[start, stop)`` of the tree whose terms have one owner each.
+
+    Of six terms with the owners 0, 0, 0, 1, 1, 1 they are ``[0, 2)``, ``[2, 3)``, ``[3, 4)`` and
+    ``[4, 6)``.
+
+    Args:
+        owners: whose each term is; at least one.
+
+    **Collective**: local.
+    """
+
+    def find(start: int, stop: int) -> list[tuple[int, int]]:
+        if len(set(owners[start:stop])) == 1:
+            return [(start, stop)]
+        middle = start + _left_of(stop - start)
+        return find(start, middle) + find(middle, stop)
+
+    return find(0, len(owners))
+
+
+def join_subtrees(parts: Mapping[tuple[int, int], torch.Tensor], op: str) -> torch.Tensor:
+    """Reduce what parts of the tree came to, to the bits of the whole tree; they are overwritten.
+
+    Args:
+        parts: all of ``subtrees``, and the reduction of each one's terms, of one shape and dtype.
+        op: ``"sum"``, ``"max"`` or ``"min"``.
+
+    **Collective**: local.
+    """
+
+    def join(start: int, stop: int) -> torch.Tensor:
+        part = parts.get((start, stop))
+        if part is not None:
+            return part
+        middle = start + _left_of(stop - start)
+        left = join(start, middle)
+        reduce_terms([left, join(middle, stop)], op, left)
+        return left
+
+    return join(0, max(stop for _, stop in parts))
 
 
 def _left_of(count: int) -> int:

@@ -195,7 +195,8 @@ class Unit:
         self.wait_for_unshard()
         if self.groups:
             self.schedule.trail_of(self).append(f"gather {self.name}")
-        self._gathering = [group.unshard(use_part=for_backward) for group in self.groups]
+        with self.comm.coalesced():
+            self._gathering = [group.unshard(use_part=for_backward) for group in self.groups]
         self.is_full = self.has_storage = True
         self.gathered_in = self.schedule.pauses
         return True
