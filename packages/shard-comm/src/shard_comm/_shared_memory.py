@@ -191,7 +191,7 @@ class SharedMemoryComm(Comm):
         donated: bool,
         timeout_s: float | None,
     ) -> Work:
-        call = _call("reduce_scatter", inp, op="sum")
+        call = call_of("reduce_scatter", inp, op="sum")
 
         def body(turn: Turn) -> Body:
             return moves.scatter_sum(turn, out, inp, own, divisor, donated=donated)
