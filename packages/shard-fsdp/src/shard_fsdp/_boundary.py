@@ -132,6 +132,27 @@ def is_made_since(tensor: torch.Tensor, began_at: int) -> bool:
     return tensor.requires_grad and node is not None and node._sequence_nr() >= began_at
 
 
+def will_run(node: Node) -> bool:
+    """Whether the backward that runs will run ``node``, which accumulates a gradient. Local."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad() returns this gradient instead
+        return False
+
+
+def reaches_a_leaf() -> bool:
+    """Whether the backward that runs will run the first leaf that its current node leads to.
+
+    ``backward()`` runs every leaf. ``torch.autograd.grad`` runs those it was asked for, if any.
+
+    Local.
+    """
+    node = torch._C._current_autograd_node()
+    while following := [n for n, _ in node.next_functions if n is not None]:
+        node = following[0]
+    return will_run(node)
+
+
 def _node_of(tensor: torch.Tensor, began_at: int) -> Node:
     """The node that runs before anything behind ``tensor``; for a view, that of its base.
 

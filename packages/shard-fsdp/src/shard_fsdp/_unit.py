@@ -336,8 +336,7 @@ class Unit:
         self.schedule.start_backward()
         if torch.is_grad_enabled():  # create_graph: the new graph holds full parameters
             self._remakes_graph = True
-        if call.path is not None:
-            self.schedule.follow(call.path, call.left_at)
+        in_time = call.path is None or self.schedule.follow(call.path, call.left_at)
         self._touch()
         if not self.settings.unshard_in_backward or call.begun:
             return
@@ -346,7 +345,8 @@ class Unit:
         call.begun = True
         self._begun.append(call)
         self.expose(for_backward=True)  # a checkpoint inside may run parts of the forward again
-        self.schedule.prefetch_backward(self, call.path, call.left_at)
+        if in_time:  # else the order has gone on, to where other ranks may not be
+            self.schedule.prefetch_backward(self, call.path, call.left_at)
 
     def end_backward(self, call: Call) -> None:
         """Backward has passed the inputs of ``call``. Collective."""
