@@ -239,6 +239,12 @@ class Unit:
             for group in self.groups:
                 group.release()
 
+    def spoil(self) -> None:
+        """Say that the shards may have changed unseen since they were gathered. Local."""
+        if not self.has_storage:
+            for group in self.groups:
+                group.spoil()
+
     def end_forward(self) -> None:
         """Free what the settings say, once none of its forwards is running. Local."""
         self.to_run.clear()
