@@ -66,9 +66,9 @@ class _NodeHooks:
         for call in self.live_ends():
             call.passed += 1
             if call.begun and call.passed == call.inputs:
-                call.unit.end_backward(call)
+                call.unit.backward.end(call)
         for call in self.begins:
-            call.unit.begin_backward(call)
+            call.unit.backward.begin(call)
 
     def live_ends(self) -> list[Call]:
         """Return the calls whose graphs still exist, and forget the others. Local."""

@@ -82,9 +82,9 @@ class Path:
             if not event.is_recorded:
                 continue
             if event.is_end:
-                event.unit.pass_outputs(self, self._passed)
+                event.unit.backward.pass_outputs(self, self._passed)
             else:
-                event.unit.pass_inputs(is_first=event.is_first)
+                event.unit.backward.pass_inputs(is_first=event.is_first)
         in_time = self._passed >= number
         self._passed = min(self._passed, max(number, 0))
         return in_time

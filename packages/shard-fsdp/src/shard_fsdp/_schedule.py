@@ -102,7 +102,7 @@ class Schedule:
         if self._depth == 1:
             self.recover()
             for each in self.units:
-                each.begin_step()
+                each.backward.begin_step()
             self._drop_stale()
             self.is_free = all(each.is_free for each in self.units)
             self.path = Path()
@@ -263,7 +263,7 @@ class Schedule:
         for path in self._followed:
             path.follow(-1)
         for unit in reversed(self.units):
-            unit.reduce_touched()
+            unit.backward.reduce_touched()
         complaints = []
         for unit in self.units:
             if not unit.settings.sync_gradients:
@@ -309,7 +309,7 @@ class Schedule:
             path.rewind()
         self._followed.clear()
         for unit in self.units:
-            unit.end_step(remakes_graph=self._remakes_graph)
+            unit.backward.end_step(remakes_graph=self._remakes_graph)
 
     def _seen(self, group: ParamGroup) -> list[bool]:
         """Which parameters got a gradient in this backward, reduced already or not."""
