@@ -79,7 +79,7 @@ def show(path: str) -> Reply:
             "dtype": record.dtype,
             "shape": record.shape,
             "bytes": record.numel * record.itemsize,
-            "ranges": record.ranges,
+            "ranges": [part.row() for part in record.ranges],
             "tie": record.tie,
         }
         for record in info.tensors

@@ -12,7 +12,6 @@ import torch
 from shard_ckpt._agree import agree, attempt
 from shard_ckpt._blocks import BLOCK_BYTES, read_exactly
 from shard_ckpt._check import Source, open_checked
-from shard_ckpt._cut import cut_leaves
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._fill import fill
 from shard_ckpt._hf_folder import HF_SECTION, open_hf
@@ -20,7 +19,7 @@ from shard_ckpt._log import logger
 from shard_ckpt._match import Read, Target, match
 from shard_ckpt._naming import Naming
 from shard_ckpt._plan import digest_of
-from shard_ckpt._state import Leaf
+from shard_ckpt._state import Leaf, flatten
 from shard_comm import Comm, comm_for
 
 
@@ -112,7 +111,7 @@ def _open(
     source = open_hf(path)
     known = {name for _, name in source.index.tensors}
     groups: dict[object, list[Leaf]] = {}
-    for leaf in cut_leaves(tensors, section=HF_SECTION):
+    for leaf in flatten({HF_SECTION: tensors}).leaves:
         name = in_files[leaf.name]
         name = name if name in known else names.ties.get(name, name)
         key = leaf.alias_key or (name, leaf.start)

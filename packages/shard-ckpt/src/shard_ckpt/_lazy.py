@@ -111,7 +111,7 @@ def _write_section(
 def _feed(writer: BlockWriter, entry: Entry, lazy: LazyTensors, progress: Progress) -> None:
     """Read and write one tensor; nothing holds it when this returns."""
     tensor = lazy.read(entry.leaf.source)
-    whole = flat_range(tensor, start=entry.start, stop=entry.stop)
+    whole = flat_range(tensor, start=entry.runs.start, stop=entry.runs.stop)
     view = bytes_of(whole)
     for at in range(0, len(view), BLOCK_BYTES):
         part = view[at : at + BLOCK_BYTES]

@@ -15,6 +15,7 @@ from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._index import Index, TensorId, TensorRecord
 from shard_ckpt._log import logger
 from shard_ckpt._rename import Rename, check_patterns, is_picked, stored_name
+from shard_ckpt._runs import Runs, overlaps
 from shard_ckpt._state import Leaf
 
 _NAMES_SHOWN = 5
@@ -48,19 +49,17 @@ class Target:
         if self.record.numel == 0:  # nothing to read, but the file must be there
             yield from (Read(part.file, part.offset, 0, self, 0) for part in ranges)
             return
-        for start, stop, at in self.leaf.runs(0, self.leaf.stop - self.leaf.start):
-            if start < stop:
-                yield from self._reads_of(start, stop, at)
+        for runs, at in self.leaf.runs(0, self.leaf.stop - self.leaf.start):
+            yield from self._reads_of(runs, at)
 
-    def _reads_of(self, start: int, stop: int, at: int) -> Iterator[Read]:
+    def _reads_of(self, runs: Runs, at: int) -> Iterator[Read]:
         ranges, size = self.record.ranges, self.record.itemsize
-        first = bisect_right(ranges, start, key=_range_stop)
+        first = bisect_right(ranges, runs.start - self.record.reach, key=_range_start)
         for part in ranges[first:]:
-            if part.start >= stop:
+            if part.start >= runs.stop:
                 return
-            low, high = max(part.start, start), min(part.stop, stop)
-            offset = part.offset + (low - part.start) * size
-            yield Read(part.file, offset, (high - low) * size, self, at + low - start)
+            for low, to, numel in overlaps(part.runs, runs):
+                yield Read(part.file, part.offset + low * size, numel * size, self, at + to)
 
 
 class Read(NamedTuple):
@@ -133,8 +132,8 @@ def _asked_for(leaf: Leaf, tensor: TensorId) -> str:
     return leaf.label if leaf.id == tensor else f"{tensor[0]}: {tensor[1]} (for {leaf.name})"
 
 
-def _range_stop(part: tuple[int, ...]) -> int:
-    return part[1]
+def _range_start(part: tuple[int, ...]) -> int:
+    return part[0]
 
 
 def _misfit(target: Target, cast: bool) -> str | None:

@@ -26,6 +26,7 @@ from shard_ckpt._index import (
 )
 from shard_ckpt._json import is_count, strict_loads
 from shard_ckpt._progress import Progress
+from shard_ckpt._runs import Runs
 from shard_ckpt._tensor_file import TensorFile, read_tensor_file
 from shard_ckpt._values import TensorRef
 
@@ -162,23 +163,26 @@ def _entries(
     for entry in file.header.entries:
         about = described[entry.key]
         try:
-            name, start, stop = about["fqn"], about["start"], about["stop"]
+            name = about["fqn"]
+            runs = Runs(
+                about["start"], about["stop"], about.get("times", 1), about.get("stride", 0)
+            )
             shapes = [(section, name, tuple(about["shape"]))]
             shapes += [(where, tie, tuple(shape)) for where, tie, shape in about.get("ties", ())]
-            counts = [start, stop, *(dim for *_, shape in shapes for dim in shape)]
+            counts = [*runs, *(dim for *_, shape in shapes for dim in shape)]
         except (KeyError, TypeError, ValueError) as exc:
             raise CheckpointError(f"{path}: {entry.key!r} is not described") from exc
-        if not all(map(is_count, counts)) or not _fits(entry, name, shapes[0][2], start, stop):
+        if not all(map(is_count, counts)) or not _fits(entry, name, shapes[0][2], runs):
             raise CheckpointError(f"{path}: {entry.key!r} is not what it is described as")
-        part = Range(start, stop, number, file.header.data_start + entry.start)
+        offset = file.header.data_start + entry.start
+        part = Range(runs.start, runs.stop, number, offset, runs.times, runs.stride)
         for where, tensor, shape in shapes:
             yield (where, tensor), _Tensor(entry.dtype, shape, []), part
 
 
-def _fits(entry: HeaderEntry, name: str, shape: tuple[int, ...], start: int, stop: int) -> bool:
-    numel = TensorRecord("", name, entry.dtype, shape, ()).numel
-    stored = header_shape(entry.dtype, entry_shape(shape, start=start, stop=stop))
-    return entry.key == entry_key(name, numel, start=start, stop=stop) and entry.shape == stored
+def _fits(entry: HeaderEntry, name: str, shape: tuple[int, ...], runs: Runs) -> bool:
+    stored = header_shape(entry.dtype, entry_shape(shape, runs))
+    return entry.key == entry_key(name, shape, runs) and entry.shape == stored
 
 
 def _add(tensors: dict[TensorId, _Tensor], tensor: TensorId, found: _Tensor, part: Range) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import dtype_name
 from shard_ckpt._header import METADATA_KEY
 from shard_ckpt._memory import is_flat
+from shard_ckpt._runs import Box, Runs, box_runs
 from shard_ckpt._values import PerRank, PerRankRef, TensorRef
-from shard_flat import Outer, ShardTensor
+from shard_flat import ShardTensor
 
 _MAX_SECTION_BYTES = 160
 
@@ -33,7 +34,10 @@ class Leaf:
         stop: one past the last.
         shards: over how many ranks it is cut; None where every rank has it whole.
         source: the tensor that the state holds.
-        outer: the DTensor whose flattened local part ``start`` and ``stop`` count in, if any.
+        box: the block of the whole in which ``start`` and ``stop`` count, where it is a DTensor's
+            local part; None where they count in the whole.
+        holders: equal for tensors that are cut over the same ranks; means something on this rank
+            only.
     """
 
     section: str
@@ -44,7 +48,8 @@ class Leaf:
     stop: int
     shards: int | None
     source: torch.Tensor
-    outer: Outer | None = None
+    box: Box | None = None
+    holders: Hashable = None
 
     @property
     def id(self) -> tuple[str, str]:
@@ -61,20 +66,19 @@ class Leaf:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
-    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    def runs(self, first: int, last: int) -> Iterator[tuple[Runs, int]]:
         """Yield where elements ``[first, last)`` of ``tensor`` lie in the whole one. Local.
 
         Returns:
-            ``(start, stop, at)``: the elements ``[start, stop)`` of the flattened whole tensor are
-            those of ``tensor`` from ``at`` on.
+            Elements of the flattened whole tensor, and which of ``tensor`` the first of them is;
+            the others follow it there.
         """
-        if self.outer is None:
-            yield self.start + first, self.start + last, first
+        low, high = self.start + first, self.start + last
+        if self.box is None:
+            yield Runs(low, high), first
             return
-        at = first
-        for start, stop in self.outer.runs(self.start + first, self.start + last):
-            yield start, stop, at
-            at += stop - start
+        for runs, at in box_runs(self.shape, self.box, first=low, last=high):
+            yield runs, at - self.start
 
     @property
     def dtype(self) -> str:
@@ -90,9 +94,8 @@ class Leaf:
         tensor = self.tensor
         if tensor.numel() == 0:
             return None
-        where = (tensor.device, tensor.data_ptr(), tensor.dtype, self.start, self.stop, self.numel)
-        if self.outer is not None:
-            return (*where, self.shards, self.outer.offsets)
+        part = (self.start, self.stop, self.numel, self.box)
+        where = (tensor.device, tensor.data_ptr(), tensor.dtype, *part)
         if is_flat(tensor):
             return (*where, self.shards)
         return (*where, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -213,7 +216,7 @@ class _Walker:
 def _leaf(tensor: torch.Tensor, section: str, name: str) -> Leaf:
     label = f"{section}: {name}"
     if isinstance(tensor, ShardTensor):
-        spec = tensor.spec
+        spec, outer = tensor.spec, tensor.spec.outer
         leaf = Leaf(
             section,
             name,
@@ -223,13 +226,11 @@ def _leaf(tensor: torch.Tensor, section: str, name: str) -> Leaf:
             stop=spec.stop,
             shards=math.prod(comm.size for comm in tensor.comms),
             source=tensor,
-            outer=spec.outer,
+            box=None if outer is None else Box(outer.offsets, outer.local_shape),
+            holders=tensor.comms,
         )
     elif isinstance(tensor, DTensor):
-        raise TypeError(
-            f"{label}: expected a plain tensor or a ShardTensor, got a DTensor placed as "
-            f"{tensor.placements}; store full_tensor() or a ShardTensor"
-        )
+        leaf = _dtensor_leaf(tensor, section, name)
     else:
         shape = tuple(tensor.shape)
         leaf = Leaf(section, name, tensor.detach(), shape, 0, tensor.numel(), None, tensor)
@@ -243,6 +244,32 @@ def _leaf(tensor: torch.Tensor, section: str, name: str) -> Leaf:
     if held.numel() > 0 and held.untyped_storage().data_ptr() == 0:
         raise TypeError(f"{label}: {type(tensor).__name__} has no memory of its own to store")
     return leaf
+
+
+def _dtensor_leaf(tensor: DTensor, section: str, name: str) -> Leaf:
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    label = f"{section}: {name}"
+    if any(placement.is_partial() for placement in placements):
+        raise TypeError(
+            f"{label}: a DTensor placed as {placements} is a sum that was not taken yet; "
+            f"redistribute() it to Shard or Replicate first"
+        )
+    local = tensor.to_local().detach()
+    cut = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
+    shards = math.prod(mesh.size(dim) for dim in cut)
+    if shards == 1 and local.numel() == math.prod(shape):
+        return Leaf(section, name, local, shape, 0, local.numel(), None, tensor)
+    box = Box((0,) * len(shape), (0,) * len(shape))
+    if local.numel():  # else also of ranks that are not in the mesh
+        chunks = tensor.__create_chunk_list__()
+        box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+        if len(chunks) != 1 or box.sizes != tuple(local.shape):
+            raise TypeError(
+                f"{label}: expected a DTensor with one block per rank, got {placements} with a "
+                f"local part of {tuple(local.shape)}"
+            )
+    numel = local.numel()
+    return Leaf(section, name, local, shape, 0, numel, shards, tensor, box, (mesh, cut))
 
 
 def _check_section(section: str) -> None:
