@@ -21,11 +21,13 @@ from shard_ckpt._extras import encode_extras, write_extras
 from shard_ckpt._files import Origin, lay_out, write_section
 from shard_ckpt._index import Index, Range, TensorRecord, check_coverage, link_ties
 from shard_ckpt._log import logger
+from shard_ckpt._naming import Naming, Rename
 from shard_ckpt._places import Place, place_of, size_of
 from shard_ckpt._plan import Holdings, digest_of, group_leaves, plan_entries, shares_of
 from shard_ckpt._remote import RemotePath
 from shard_ckpt._remote_draft import RemoteDraft
 from shard_ckpt._state import Leaf, flatten
+from shard_ckpt._ties import declare_ties
 from shard_comm import Comm
 
 
@@ -91,14 +93,17 @@ class Manifest:
 
 
 @collector_paused()
-def prepare(state: Mapping[str, Any], *, comm: Comm) -> Prepared:
+def prepare(state: Mapping[str, Any], *, comm: Comm, rename: Rename | None = None) -> Prepared:
     """Take a state apart and check all that one rank can check. Local.
 
     Raises:
-        ValueError: two tensors share a name, a name cannot be used, or pieces are missing.
+        ValueError: two tensors share a name, a name cannot be used, pieces are missing, or tensors
+            that are declared to be one are not.
         TypeError: something that cannot be stored.
     """
-    flat = flatten(state)
+    flat = flatten(state, rename=rename)
+    if isinstance(rename, Naming):
+        flat = declare_ties(flat, rename.ties)
     for leaf in flat.leaves:
         if leaf.shards is not None and leaf.shards > comm.size:
             raise ValueError(

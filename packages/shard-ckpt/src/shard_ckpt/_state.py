@@ -14,6 +14,7 @@ from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import dtype_name
 from shard_ckpt._header import METADATA_KEY
 from shard_ckpt._memory import is_flat
+from shard_ckpt._naming import Rename, stored_name
 from shard_ckpt._runs import Box, Runs, box_runs
 from shard_ckpt._values import PerRank, PerRankRef, TensorRef
 from shard_flat import ShardTensor
@@ -118,7 +119,7 @@ class FlatState:
 
 
 @collector_paused()
-def flatten(state: Mapping[str, Any]) -> FlatState:
+def flatten(state: Mapping[str, Any], *, rename: Rename | None = None) -> FlatState:
     """Take a state apart. Local.
 
     Components of a path are joined by ``.``, except that a mapping with the keys ``state`` and
@@ -128,18 +129,22 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
         {"optim": {"state": {"embed.weight": {"exp_avg": t}},
                    "param_groups": []}}                         optim: embed.weight#exp_avg
 
+    Args:
+        state: sections.
+        rename: other names for tensors; those that get one stand at the top of their section in
+            the structure, and an optimizer's parameters under their new names.
+
     Raises:
         TypeError: the state, a key or a tensor is of a kind that cannot be stored.
         ValueError: two tensors would have one name, or a name cannot be used.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state: expected a mapping of sections, got {type(state).__name__}")
-    walker = _Walker()
+    walker = _Walker(rename)
     for key, value in state.items():
         if type(key) is not str:
             raise TypeError(f"state: expected sections of type str, got {key!r}")
-        walker.section = key
-        walker.flat.values[key] = walker.walk(value, name=None, prefix="", path=f"[{key!r}]")
+        walker.enter(key, value)
     walker.flat.leaves.sort(key=lambda leaf: leaf.id)
     return walker.flat
 
@@ -147,10 +152,24 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 class _Walker:
     """Carries the section and what was found through the recursion."""
 
-    def __init__(self) -> None:
+    def __init__(self, rename: Rename | None) -> None:
         self.flat = FlatState()
         self.section = ""
+        self._rename = rename
         self._paths: dict[tuple[str, str], str] = {}
+        self._moved: dict[str, TensorRef] = {}
+        self._lists = 0
+
+    def enter(self, section: str, value: Any) -> None:
+        """Take a section apart."""
+        self.section = section
+        self._moved = {}
+        values = self.walk(value, name=None, prefix="", path=f"[{section!r}]")
+        for name, ref in self._moved.items():
+            if name in values:
+                raise ValueError(f"{section}: {name} is a tensor's new name, and a value is there")
+            values[name] = ref
+        self.flat.values[section] = values
 
     def walk(self, node: Any, *, name: str | None, prefix: str, path: str) -> Any:
         """Return ``node`` with stand-ins; ``prefix`` is what its children's names begin with."""
@@ -164,7 +183,9 @@ class _Walker:
                 return self._optimizer(node, prefix, path)
             return self._children(node, prefix, path)
         if type(node) in (list, tuple):
+            self._lists += 1
             children = self._children(dict(enumerate(node)), prefix, path)
+            self._lists -= 1
             return type(node)(children.values())
         return node
 
@@ -172,7 +193,12 @@ class _Walker:
         result = {}
         for key, value in node.items():
             name = f"{prefix}{key}"
-            result[key] = self.walk(value, name=name, prefix=f"{name}.", path=f"{path}[{key!r}]")
+            moved = len(self._moved)
+            found = self.walk(value, name=name, prefix=f"{name}.", path=f"{path}[{key!r}]")
+            if isinstance(found, TensorRef) and found.name != name and not self._lists:
+                self._moved[found.name] = found
+            elif found or len(self._moved) == moved:  # else nothing is left of it
+                result[key] = found
         return result
 
     def _optimizer(self, node: Mapping[Any, Any], prefix: str, path: str) -> dict[Any, Any]:
@@ -181,10 +207,12 @@ class _Walker:
             here = f"{path}[{key!r}]"
             if key != "state":
                 name = f"{prefix}{key}"
-                result[key] = self.walk(value, name=name, prefix=f"{name}.", path=here)
+                found = self.walk(value, name=name, prefix=f"{name}.", path=here)
+                result[key] = self._groups(found, prefix) if key == "param_groups" else found
                 continue
+            self._lists += 1  # slots stay with their parameter
             result[key] = {
-                owner: self.walk(
+                self._owner(owner, prefix): self.walk(
                     slots,
                     name=f"{prefix}{owner}#",
                     prefix=f"{prefix}{owner}#",
@@ -192,7 +220,25 @@ class _Walker:
                 )
                 for owner, slots in value.items()
             }
+            self._lists -= 1
         return result
+
+    def _owner(self, owner: Any, prefix: str) -> Any:
+        """Return the new name of a parameter in an optimizer below ``prefix``."""
+        if self._rename is None or type(owner) is not str:
+            return owner
+        return stored_name(f"{prefix}{owner}", self._rename).removeprefix(prefix)
+
+    def _groups(self, groups: Any, prefix: str) -> Any:
+        """Return an optimizer's groups with the new names of parameters."""
+        if self._rename is None or not isinstance(groups, list):
+            return groups
+        return [
+            {**group, "params": [self._owner(name, prefix) for name in group["params"]]}
+            if isinstance(group, dict) and isinstance(group.get("params"), list)
+            else group
+            for group in groups
+        ]
 
     def _tensor(self, tensor: torch.Tensor, name: str | None, path: str) -> TensorRef:
         if name is None:
@@ -201,6 +247,7 @@ class _Walker:
                 f'{{"model": {{{self.section!r}: tensor}}}}'
             )
         _check_section(self.section)
+        name = stored_name(name, self._rename)
         leaf = _leaf(tensor, self.section, name)
         _check_name(leaf)
         taken = self._paths.setdefault(leaf.id, path)
