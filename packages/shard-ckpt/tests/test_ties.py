@@ -86,9 +86,7 @@ class TestDeclaredInSave:
         def rank(comm: Comm) -> str:
             model: dict[str, Any] = {"embed": shard_tensor(TABLE, comm=comm)}
             model["head"] = shard_tensor(other, comm=comm)
-            with pytest.raises(
-                ValueError, match="declared to be embed, but they differ in their"
-            ):
+            with pytest.raises(ValueError, match="declared to be embed, but they differ in their"):
                 save({"model": model}, tmp_path / "a", comm=comm, rename=TIED)
             model["head"] = TABLE
             with pytest.raises(ValueError, match="they differ in ") as caught:

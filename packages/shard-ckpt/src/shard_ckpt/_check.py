@@ -141,7 +141,7 @@ def check_blocks(source: Source, blocks: Mapping[int, Sequence[int]]) -> None:
                 check_header(source, file, fd=fd)
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
+def open_source(path: str | os.PathLike[str] | RemotePath) -> Source:
     """Read marker and index of a checkpoint, wherever it lies. Local.
 
     Raises:

@@ -219,7 +219,7 @@ class Checkpointer:
             if step == saved:
                 continue
             try:
-                _discard(self._place(step))
+                remove_checkpoint(self._place(step))
             except OSError as exc:
                 logger.warning("%s: could not be removed (%s)", self.location(step), exc)
 
@@ -245,7 +245,12 @@ def why_not_committed(path: Place) -> str | None:
     return None
 
 
-def _discard(place: Place) -> None:
+def remove_checkpoint(place: Place) -> None:
+    """Take a checkpoint back: first the marker, then the data. Local.
+
+    Raises:
+        OSError: the marker could not be removed.
+    """
     if isinstance(place, RemotePath):
         discard_remote(place)
     else:

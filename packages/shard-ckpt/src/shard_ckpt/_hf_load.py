@@ -57,7 +57,7 @@ def load_hf(
         model: a module, of which ``state_dict()`` is filled, or a mapping of tensors. Plain tensors
             are filled whole, ``ShardTensor`` and ``DTensor`` with this rank's part.
         path: a folder with one ``.safetensors`` file, or several and a
-            ``.safetensors.index.json``; or such a file.
+            ``.safetensors.index.json``; or such a file; or the URL of one.
         comm: the ranks that hold the model; by default those of the process group.
         names: how the model's names become those in the files.
         strict: model and files must have the same names. Else what both have is loaded and the
