@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,17 +36,15 @@ FULL = torch.arange(6_000_000, dtype=torch.float32)  # two blocks, an upload of 
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    fsspec: Any = importlib.import_module("fsspec")
-    conf = importlib.import_module("fsspec.config").conf
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
-    before = dict(conf)
-    conf["s3"] = {"endpoint_url": f"http://{host}:{port}", "key": "test", "secret": "test"}
-    fsspec.filesystem("s3").mkdir("shelf")
-    yield "s3://shelf"
-    conf.clear()
-    conf.update(before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        remote_path("s3://shelf").make_folder()
+        yield "s3://shelf"
     running.stop()
 
 
