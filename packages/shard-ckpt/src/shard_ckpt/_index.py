@@ -45,7 +45,7 @@ class Range(NamedTuple):
     @property
     def numel(self) -> int:
         """How many elements."""
-        return self.runs.numel
+        return self.times * (self.stop - self.start - (self.times - 1) * self.stride)
 
     def row(self) -> list[int]:
         """Return what JSON says of it: a single run needs four numbers. Local."""

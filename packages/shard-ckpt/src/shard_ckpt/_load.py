@@ -151,9 +151,11 @@ def _open(
         only=wish.only,
     )
     stored = read_values(folder, source.index, rank=comm.rank, world_size=comm.size)
-    names = [(leaf.name, stored_name(leaf.name, wish.rename)) for leaf in leaves]
-    names = [(target.leaf.name, target.record.name) for target in targets] + names
-    values = with_template_names(stored, names)
+    values = stored
+    if wish.rename is not None:
+        names = [(target.leaf.name, target.record.name) for target in targets]
+        names += [(leaf.name, stored_name(leaf.name, wish.rename)) for leaf in leaves]
+        values = with_template_names(stored, names)
     if wish.strict and wish.only is None:
         missing = missing_values(state, values)
         if missing:

@@ -60,6 +60,13 @@ class Target:
         for part in ranges[first:]:
             if part.start >= runs.stop:
                 return
+            if part.times == 1 and runs.times == 1:  # of most there are very many
+                start, stop = max(part.start, runs.start), min(part.stop, runs.stop)
+                if start < stop:
+                    offset = part.offset + (start - part.start) * size
+                    to = at + start - runs.start
+                    yield Read(part.file, offset, (stop - start) * size, self, to)
+                continue
             for low, to, numel in overlaps(part.runs, runs):
                 yield Read(part.file, part.offset + low * size, numel * size, self, at + to)
 
@@ -136,12 +143,12 @@ def _unfilled(leaves: Sequence[Leaf], found: Container[TensorId]) -> list[Leaf]:
 
     Of a piece without elements nobody can tell what it is one with; a rank that holds some does.
     """
-    filled = {leaf.alias_key for leaf in leaves if leaf.id in found}
+    lacking = [leaf for leaf in leaves if leaf.id not in found]
+    filled = {leaf.alias_key for leaf in leaves if leaf.id in found} if lacking else set()
     return [
         leaf
-        for leaf in leaves
-        if leaf.id not in found
-        and (leaf.numel == 0 or (leaf.alias_key is not None and leaf.alias_key not in filled))
+        for leaf in lacking
+        if leaf.numel == 0 or (leaf.alias_key is not None and leaf.alias_key not in filled)
     ]
 
 

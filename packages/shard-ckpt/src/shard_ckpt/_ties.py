@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from shard_ckpt._check import Source
+from shard_ckpt._collector import collector_paused
 from shard_ckpt._fill import fill
 from shard_ckpt._match import Target
 from shard_ckpt._memory import bytes_of, flat_range
@@ -67,6 +68,7 @@ def _check_alike(mine: Leaf, owner: Leaf) -> None:
             raise ValueError(f"{text} in their values; tie them, or declare no tie")
 
 
+@collector_paused()
 def part_twins(targets: Sequence[Target]) -> tuple[list[Target], Twins]:
     """Keep one target of those that are the same memory. Local.
 
