@@ -290,7 +290,7 @@ def test_parallel_models_and_experts_are_not_understood(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model-parallel rank 01; .* with torch.save, which"):
         convert(tmp_path / "a", tmp_path / "c")
     (tmp_path / "a" / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="files of experts are not read; load it"):
+    with pytest.raises(CheckpointError, match="files of experts are not understood; load it"):
         convert(tmp_path / "a", tmp_path / "c")
 
 

@@ -51,7 +51,7 @@ def _saved(comm: Comm, folder: Path) -> list[float]:
     run.step()
     run.extras["best"] = 0.1
     Checkpointer(folder, comm=comm).save(2, run.state())
-    return [run.step(), run.scheduler.get_last_lr()[0]]
+    return [run.step(), float(run.scheduler.get_last_lr()[0])]
 
 
 def _restored(comm: Comm, folder: Path) -> tuple[_Run, dict[str, Any]]:
@@ -74,7 +74,7 @@ def test_as_many_ranks_go_on_where_they_were(tmp_path: Path) -> None:
         run.files = loaded["data"]["left"]
         assert loaded["who"] == comm.rank
         assert run.extras == {"best": 0.1, "tags": ("a", b"\0"), "seed": 2**70}
-        return [run.step(), run.scheduler.get_last_lr()[0]]
+        return [run.step(), float(run.scheduler.get_last_lr()[0])]
 
     assert run_threads(rank, 3, timeout_s=30) == went_on
     assert went_on[0][1] == 0.5**3
