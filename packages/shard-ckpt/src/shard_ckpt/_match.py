@@ -13,12 +13,12 @@ import torch
 from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._index import Index, TensorId, TensorRecord
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._log import logger
 from shard_ckpt._lookup import Lookup
 from shard_ckpt._naming import Rename
 from shard_ckpt._rename import check_patterns, is_picked
 from shard_ckpt._runs import Runs, overlaps
-from shard_ckpt._state import Leaf
 
 _NAMES_SHOWN = 5
 
