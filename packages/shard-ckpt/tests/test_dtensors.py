@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -19,6 +20,7 @@ from shard_ckpt import (
     FileRecord,
     Range,
     TensorRecord,
+    export_hf,
     inspect,
     load,
     reindex,
@@ -147,6 +149,15 @@ def test_plain_tensors_read_them_and_all_is_whole(checkpoints: Path, name: str) 
     for key, tensor in FULL.items():
         assert torch.equal(template["model"][key], tensor), key
     assert torch.equal(template["optim"]["state"]["matrix"]["exp_avg"], FULL["matrix"] * 2)
+
+
+@pytest.mark.parametrize("name", list(CUTS))
+def test_exports_are_whole(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    export_hf(checkpoints / name, tmp_path / "hf", comm=SoloComm())
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == FULL.keys()
+    for key, tensor in FULL.items():
+        assert torch.equal(found[key], tensor), key
 
 
 @pytest.mark.parametrize("name", ["columns", "tiles", "tiles of tiles"])

@@ -141,15 +141,12 @@ def match(
 def _unfilled(leaves: Sequence[Leaf], found: Container[TensorId]) -> list[Leaf]:
     """Return the leaves that no stored tensor fills, under any of their names.
 
-    Of a piece without elements nobody can tell what it is one with; a rank that holds some does.
+    Of a piece without elements nobody can tell what it is one with: it counts as filled where any
+    such is. A rank that holds elements tells.
     """
     lacking = [leaf for leaf in leaves if leaf.id not in found]
     filled = {leaf.alias_key for leaf in leaves if leaf.id in found} if lacking else set()
-    return [
-        leaf
-        for leaf in lacking
-        if leaf.numel == 0 or (leaf.alias_key is not None and leaf.alias_key not in filled)
-    ]
+    return [leaf for leaf in lacking if leaf.numel == 0 or leaf.alias_key not in filled]
 
 
 def _tie_group(record: TensorRecord) -> tuple[str, TensorId]:
