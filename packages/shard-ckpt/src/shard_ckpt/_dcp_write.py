@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -65,6 +64,8 @@ def write_dcp(state: Mapping[str, Any], path: Place, *, lazy: LazyTensors) -> No
 
 
 def _upload(state: Mapping[str, Any], path: RemotePath, lazy: LazyTensors) -> None:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter  # imports fsspec
+
     if path.exists():
         raise FileExistsError(errno.EEXIST, "never replaced; choose another path", str(path))
     try:
