@@ -26,6 +26,7 @@ from shard_optim import (
     AdamW8bit,
     Lion,
     Muon,
+    Shampoo,
     clip_grad_norm_,
 )
 from shard_testing import DecoderBlock, TinyDecoder, full_value, run_threads, token_batches
@@ -40,6 +41,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "adafactor": lambda named: Adafactor(named, lr=5e-2),
     "muon": lambda named: Muon(named, lr=1e-2),
     "soap": lambda named: SOAP(named, lr=1e-2, precondition_every=2),
+    "shampoo": lambda named: Shampoo(
+        named, lr=1e-2, precondition_frequency=2, max_preconditioner_dim=40
+    ),
 }
 
 

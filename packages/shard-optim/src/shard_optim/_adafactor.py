@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shard_flat import GatherComm, ShardTensor, power_sum
-from shard_optim._agree import CollectiveOptimizer
+from shard_optim._agree import CollectiveOptimizer, sharing
 from shard_optim._flat import Job
 from shard_optim._groups import Group, check_at_least_0
 from shard_optim._rows import Rows, pack, unpack
@@ -106,8 +106,8 @@ class Adafactor(CollectiveOptimizer):
     def _switches(self) -> Mapping[str, Any]:
         return {"maximize": False}
 
-    def _is_shared(self, group: Group, param: ShardTensor) -> bool:
-        return True
+    def _ranks_of(self, group: Group, param: torch.Tensor) -> GatherComm | None:
+        return sharing(param)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
         for job in jobs:

@@ -11,7 +11,7 @@ import torch
 
 from shard_flat import GatherComm, ShardSpec, ShardTensor
 from shard_optim._adam import MOMENTS, check_adam, fused_adam
-from shard_optim._agree import CollectiveOptimizer
+from shard_optim._agree import CollectiveOptimizer, sharing
 from shard_optim._blocks import (
     BLOCK,
     ScaleSlot,
@@ -90,8 +90,11 @@ class AdamW8bit(CollectiveOptimizer):
     def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
         return MOMENTS if param.numel() < _SMALL_NUMEL else _CODES
 
-    def _is_shared(self, group: Group, param: ShardTensor) -> bool:
-        return param.numel() >= _SMALL_NUMEL and bool(cut_blocks(param.spec, param.comm.size))
+    def _ranks_of(self, group: Group, param: torch.Tensor) -> GatherComm | None:
+        comm = sharing(param)
+        if comm is None or not isinstance(param, ShardTensor) or param.numel() < _SMALL_NUMEL:
+            return None
+        return comm if cut_blocks(param.spec, comm.size) else None
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
         fused_adam(lane, grads, job.group, decoupled=True)

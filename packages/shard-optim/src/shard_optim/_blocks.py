@@ -39,8 +39,10 @@ class ScaleSlot(Slot):
         """Whether a tensor has the cut of the parameter's as it is now. Local."""
         return piece_of(value).shape == piece_of(self.blank(param)).shape
 
-    def is_cut_like(self, value: ShardTensor, param: ShardTensor) -> bool:
+    def is_cut_like(self, value: ShardTensor, param: torch.Tensor) -> bool:
         """Whether a piece is that of the slot on every rank. Local."""
+        if not isinstance(param, ShardTensor):
+            return False
         spec = param.spec.coarse(BLOCK, param.comm.rank)
         return spec.is_cut_like(value.spec, param.comm.size)
 
