@@ -61,9 +61,8 @@ class Muon(MatrixOptimizer):
             floating point, or its comm has no ``all_to_all``.
 
     **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones. A rank sends at most all matrices'
-    bytes in bfloat16 each way, and where layouts spread matrices evenly not much more than its
-    share of them. State dictionaries are local.
+    sharded matrices or one all_gather per round of plain ones. What is sent is 2 bytes per element
+    that is not with its owner, once each way. State dictionaries are local.
 
     **Memory**: one buffer of each matrix's piece; of plain matrices of several ranks, the buffers
     of those that a rank owns. During a step 2 bytes per element of the pieces and of twice what a

@@ -55,8 +55,9 @@ class SOAP(MatrixOptimizer):
             floating point, or its comm has no ``all_to_all``.
 
     **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones, in float32, or in the parameters'
-    dtype where that has fewer bits. State dictionaries are local.
+    sharded matrices or one all_gather per round of plain ones. What is sent is what is not with
+    its owner, once each way, in float32, or in the parameters' dtype where that has fewer bits.
+    State dictionaries are local.
 
     **Memory**: for each matrix that a rank owns, in float32, two moments and two squares of each
     side.

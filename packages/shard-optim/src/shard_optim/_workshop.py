@@ -41,9 +41,14 @@ class Matrix:
 
 
 class Workshop:
-    """Brings matrices to their owners and results back, and remembers by which ways."""
+    """Brings matrices to their owners and results back, and remembers by which ways.
+
+    Attributes:
+        loads: what the matrices of each plan cost each rank.
+    """
 
     def __init__(self) -> None:
+        self.loads: dict[Hashable, list[float]] = {}
         self._plans: dict[Hashable, list[Any]] = {}
 
     def work_off(self, matrices: Sequence[Matrix]) -> None:
@@ -77,7 +82,7 @@ class Workshop:
             ranges = [[spec.range_of(rank) for rank in range(comm.size)] for spec in specs]
             self._plans[key] = [
                 Round(comm, {i: ranges[i] for i in owners}, owners, dtype)
-                for owners in plan_rounds(*_work_of(members), ranges=ranges, world_size=comm.size)
+                for owners in self._plan(key, comm, members, ranges)
             ]
         return self._plans[key]
 
@@ -87,12 +92,26 @@ class Workshop:
         numels = [m.param.numel() for m in members]
         key = comm, dtype, tuple(numels), _work_of(members)
         if key not in self._plans:
-            ranges = [[(0, numel)] for numel in numels]
             self._plans[key] = [
                 Gathering(comm, {i: numels[i] for i in owners}, owners, dtype)
-                for owners in plan_rounds(*_work_of(members), ranges=ranges, world_size=comm.size)
+                for owners in self._plan(key, comm, members, [[(0, n)] for n in numels])
             ]
         return self._plans[key]
+
+    def _plan(
+        self,
+        key: Hashable,
+        comm: Comm,
+        members: Sequence[Matrix],
+        ranges: Sequence[Sequence[tuple[int, int]]],
+    ) -> list[dict[int, int]]:
+        costs, settled = _work_of(members)
+        rounds = plan_rounds(costs, settled, ranges=ranges, world_size=comm.size)
+        loads = self.loads[key] = [0.0] * comm.size
+        for owners in rounds:
+            for index, owner in owners.items():
+                loads[owner] += costs[index]
+        return rounds
 
 
 def _work_of(members: Sequence[Matrix]) -> tuple[tuple[float, ...], tuple[int, ...]]:
