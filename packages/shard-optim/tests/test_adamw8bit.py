@@ -14,13 +14,13 @@ from torch import nn
 from shard_comm import Comm, Recorded, SoloComm
 from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
 from shard_optim import AdamW, AdamW8bit
-from shard_optim._adamw8bit import cut_blocks
 from shard_optim._blocks import (
     decode_signed,
     decode_square,
     encode_signed,
     encode_square,
 )
+from shard_optim._cuts import cut_blocks
 from shard_testing import draw_steps, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]

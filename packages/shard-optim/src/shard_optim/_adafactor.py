@@ -16,6 +16,7 @@ from shard_optim._groups import Group, check_at_least_0
 from shard_optim._rows import Rows, pack, unpack
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot, WholeSlot
+from shard_optim._together import counted, members_of
 from shard_optim._window import Scratch, windows
 
 
@@ -110,21 +111,14 @@ class Adafactor(CollectiveOptimizer):
         return sharing(param)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            job.plan.count()
-        members = [
-            _Member.of(param, grad, self.state[param], job.group)
-            for job in jobs
-            for param, grad in zip(job.members, job.grads, strict=True)
-        ]
-        room = Scratch()
-        sums = _reduced(members, [member.sums(room) for member in members])
-        scales = [member.learn(room, *each) for member, each in zip(members, sums, strict=True)]
-        squares = _reduced(members, [[member.update_square(room)] for member in members])
-        for member, scale, (square,) in zip(members, scales, squares, strict=True):
-            member.apply(scale, square, room)
-        for job in jobs:
-            torch.autograd.graph.increment_version(job.plan.touched)
+        with counted(jobs):
+            room = Scratch()
+            members = members_of(jobs, self.state, _Member.of)
+            sums = _reduced(members, [member.sums(room) for member in members])
+            scales = [member.learn(room, *each) for member, each in zip(members, sums, strict=True)]
+            squares = _reduced(members, [[member.update_square(room)] for member in members])
+            for member, scale, (square,) in zip(members, scales, squares, strict=True):
+                member.apply(scale, square, room)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from shard_flat import GatherComm, ShardSpec, ShardTensor
+from shard_flat import GatherComm, ShardTensor
 from shard_optim._adam import MOMENTS, check_adam, fused_adam
 from shard_optim._agree import CollectiveOptimizer, sharing
 from shard_optim._blocks import (
@@ -20,11 +20,13 @@ from shard_optim._blocks import (
     encode_signed,
     encode_square,
 )
+from shard_optim._cuts import Cuts, Scales, cut_blocks
 from shard_optim._flat import Job
 from shard_optim._groups import Group
 from shard_optim._plan import Lane
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot
+from shard_optim._together import counted, members_of
 from shard_optim._window import Scratch, widened, window_numel
 
 _CODES = (
@@ -99,28 +101,21 @@ class AdamW8bit(CollectiveOptimizer):
         for job in jobs:
             if job.slots is not _CODES:
                 self._apply(job)
-        for job in coded:
-            job.plan.count()
-        members = [
-            _Member.of(param, grad, self.state[param], job.group)
-            for job in coded
-            for param, grad in zip(job.members, job.grads, strict=True)
-        ]
-        cuts = _Cuts.of(members)
-        cuts.exchange([m.own_scales for m in members])
-        old = cuts.scales
-        room = Scratch()
-        cuts.exchange(
-            [partial(m.new_scales, before, room) for m, before in zip(members, old, strict=True)]
-        )
-        for member, before, after in zip(members, old, cuts.scales, strict=True):
-            for first, last in member.windows():
-                member.update(first, last, before, after, room)
-        for job in coded:
-            torch.autograd.graph.increment_version(job.plan.touched)
-
-
-_Scales = dict[int, torch.Tensor]  # block to [2], of both moments
+        with counted(coded):
+            room = Scratch()
+            members = members_of(coded, self.state, _Member.of)
+            cuts = Cuts.of([member.param for member in members])
+            cuts.exchange([member.own_scales for member in members])
+            old = cuts.scales
+            cuts.exchange(
+                [
+                    partial(m.new_scales, before, room)
+                    for m, before in zip(members, old, strict=True)
+                ]
+            )
+            for member, before, after in zip(members, old, cuts.scales, strict=True):
+                for first, last in member.windows():
+                    member.update(first, last, before, after, room)
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,7 @@ class _Member:
         for first in range(self.start // BLOCK, end, size):
             yield first, min(first + size, end)
 
-    def new_scales(self, before: _Scales, room: Scratch, block: int) -> torch.Tensor | None:
+    def new_scales(self, before: Scales, room: Scratch, block: int) -> torch.Tensor | None:
         """Both scales of a block after the step, as far as its elements are here."""
         if not self.holds(block):
             return None
@@ -187,7 +182,7 @@ class _Member:
         first, second = self._step(param, block, block + 1, before, room)
         return torch.cat([first.abs().amax(1), second.amax(1)])
 
-    def update(self, first: int, last: int, before: _Scales, after: _Scales, room: Scratch) -> None:
+    def update(self, first: int, last: int, before: Scales, after: Scales, room: Scratch) -> None:
         """Do the step on blocks ``[first, last)``."""
         rows = self._rows(self.piece, first, last)
         param = room.wide("param", rows)
@@ -204,7 +199,7 @@ class _Member:
             self._put(flat, new, first)
 
     def _step(
-        self, param: torch.Tensor, first: int, last: int, before: _Scales, room: Scratch
+        self, param: torch.Tensor, first: int, last: int, before: Scales, room: Scratch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Move a parameter's blocks, and return both moments after that.
 
@@ -233,7 +228,7 @@ class _Member:
         )
         return moments[0], moments[1]
 
-    def _known(self, first: int, last: int, before: _Scales) -> torch.Tensor:
+    def _known(self, first: int, last: int, before: Scales) -> torch.Tensor:
         """Scales of both moments, also of a block that begins on another rank, ``[2, blocks]``."""
         scales = torch.empty(2, last - first, device=self.piece.device)
         low = max(first, self.first_own)
@@ -244,7 +239,7 @@ class _Member:
         return scales
 
     def _settled(
-        self, first: int, last: int, scales: torch.Tensor, after: _Scales, which: int
+        self, first: int, last: int, scales: torch.Tensor, after: Scales, which: int
     ) -> torch.Tensor:
         """Keep the scales of blocks that begin here, and return all, agreed where cut."""
         for block in after:
@@ -272,53 +267,3 @@ class _Member:
         part = rows.view(-1)[low - first * BLOCK : high - first * BLOCK]
         if held.data_ptr() != part.data_ptr():
             held.copy_(part)
-
-
-@dataclass
-class _Cuts:
-    """Blocks that boundaries between ranks cut, and the scales that all ranks have of them."""
-
-    entries: dict[GatherComm, list[tuple[int, int]]]  # index of the member, block
-    scales: list[_Scales]
-    device: torch.device
-
-    @classmethod
-    def of(cls, members: Sequence[_Member]) -> _Cuts:
-        entries: dict[GatherComm, list[tuple[int, int]]] = {}
-        for index, member in enumerate(members):
-            if isinstance(member.param, ShardTensor):
-                comm = member.param.comm
-                for block in cut_blocks(member.param.spec, comm.size):
-                    entries.setdefault(comm, []).append((index, block))
-        device = members[0].piece.device if members else torch.device("cpu")
-        return cls(entries, [{} for _ in members], device)
-
-    def exchange(self, parts: Sequence[Any]) -> None:
-        """Take the largest scale that any rank has; ``parts`` give what is known here, or None."""
-        scales: list[_Scales] = [{} for _ in self.scales]
-        for comm, entries in self.entries.items():
-            table = torch.zeros(len(entries), 2, device=self.device)
-            for row, (index, block) in zip(table, entries, strict=True):
-                known = parts[index](block)
-                if known is not None:
-                    row.copy_(known)
-            comm.all_reduce(table, op="max")
-            for row, (index, block) in zip(table, entries, strict=True):
-                scales[index][block] = row
-        self.scales = scales
-
-
-def cut_blocks(spec: ShardSpec, size: int) -> tuple[int, ...]:
-    """Return the blocks of a parameter that lie on more than one rank, in order. Local.
-
-    With blocks of 256, a parameter of 1,000 elements cut at 512 and 700 has one: block 2.
-    """
-    return _cut_blocks(spec.origin, spec.shard_numel, spec.numel, size)
-
-
-@lru_cache(maxsize=1 << 16)
-def _cut_blocks(origin: int, shard_numel: int, numel: int, size: int) -> tuple[int, ...]:
-    first = origin // shard_numel + 1
-    last = min((origin + numel - 1) // shard_numel, size - 1)
-    cuts = [rank * shard_numel - origin for rank in range(first, last + 1)]
-    return tuple(sorted({cut // BLOCK for cut in cuts if cut % BLOCK}))

@@ -18,6 +18,7 @@ from shard_optim._owners import Ledger
 from shard_optim._plan import Lane
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot
+from shard_optim._together import counted
 from shard_optim._window import widened, windows
 from shard_optim._workshop import Matrix, Workshop, held_by
 
@@ -148,17 +149,12 @@ class MatrixOptimizer(CollectiveOptimizer, ABC):
         fused_adam(lane, grads, hyper, decoupled=True)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
-        matrices: list[Matrix] = []
+        whole = [job for job in jobs if job.slots is not MOMENTS]
         for job in jobs:
             if job.slots is MOMENTS:
                 self._apply(job)
-            else:
-                job.plan.count()
-                matrices += self._matrices(job)
-        self._workshop.work_off(matrices)
-        for job in jobs:
-            if job.slots is not MOMENTS:
-                torch.autograd.graph.increment_version(job.plan.touched)
+        with counted(whole):
+            self._workshop.work_off([matrix for job in whole for matrix in self._matrices(job)])
 
 
 def is_matrix(group: Group, param: torch.Tensor) -> bool:
