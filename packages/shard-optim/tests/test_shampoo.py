@@ -12,7 +12,7 @@ from torch import nn
 
 from shard_comm import Comm, Recorded, SoloComm
 from shard_flat import ShardTensor
-from shard_optim import AdamW, Shampoo
+from shard_optim import SOAP, AdamW, Shampoo
 from shard_optim._eigen import eigen
 from shard_optim._factors import FactorSlot, blocks_of, inverse_root, split_evenly
 from shard_testing import draw_steps, run_threads, take_steps
@@ -225,14 +225,18 @@ def test_state_lives_with_owners(make_params: MakeParams, give_grads: GiveGrads)
     assert calls == 2
 
 
-def test_gradients_that_are_no_numbers(make_params: MakeParams, give_grads: GiveGrads) -> None:
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+def test_gradients_that_are_no_numbers(
+    make_params: MakeParams, give_grads: GiveGrads, kind: type[Any]
+) -> None:
     """They make parameters NaN on all ranks, as element-wise optimizers do; nobody waits."""
 
     def rank(comm: Comm) -> bool:
         params = make_params(comm, [torch.ones(6, 4)])
-        optimizer = Shampoo(params)
-        give_grads(params, [torch.full((6, 4), torch.inf)])
-        optimizer.step()
+        optimizer = kind(params)
+        for _ in range(2):
+            give_grads(params, [torch.full((6, 4), torch.inf)])
+            optimizer.step()
         return bool(params[0].full_tensor().isnan().all())
 
     assert run_threads(rank, 2) == [True, True]
