@@ -19,6 +19,7 @@ from shard_comm._comm import Comm, Work
 from shard_comm._launches import Launched, Launches, Start
 from shard_comm._registered import RegisteredMemory
 from shard_comm._roll import SLOW_S, Inquiry, Roll
+from shard_comm._slices import Slices
 from shard_comm._solo import SoloComm
 from shard_comm._tree import reduce_rows
 
@@ -326,6 +327,21 @@ class GroupComm(Comm):
             )
 
         return self._launch(op, start, timeout_s, tensor)
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        received, sent = (
+            [numel * inp.itemsize for numel in side] for side in (slices.received, slices.sent)
+        )
+        return self._exchange(
+            bytes_of(out),
+            bytes_of(inp),
+            (received, sent),
+            op="all_to_all by slices",
+            tensor=slices.outline(inp),
+            timeout_s=timeout_s,
+        )
 
     def _launch(
         self, op: str, start: Start, timeout_s: float | None, tensor: torch.Tensor | None = None

@@ -18,6 +18,7 @@ from shard_comm._hosts import Hosts
 from shard_comm._relay import Clock, Fold, Relay, writable
 from shard_comm._shared_file import NoSharedMemoryError, host_name
 from shard_comm._shared_memory import SharedMemoryComm, call_of
+from shard_comm._slices import Slices
 from shard_comm._tree import reduce_rows, tree_sum_wide
 from shard_comm._worker import Worker
 
@@ -205,6 +206,14 @@ class HierarchicalComm(Comm):
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         return self._give(
             lambda clock: self._net._all_to_all(out, inp, clock.left_s()).wait(), timeout_s
+        )
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        return self._give(
+            lambda clock: self._net._all_to_all_by(slices, out, inp, clock.left_s()).wait(),
+            timeout_s,
         )
 
     def _sums_are_less(self, summed: torch.dtype, moved: torch.dtype) -> bool:

@@ -9,6 +9,7 @@ from shard_optim._lion import Lion
 from shard_optim._muon import Muon
 from shard_optim._scaler import GradScaler
 from shard_optim._sgd import SGD
+from shard_optim._shampoo import Shampoo
 from shard_optim._sharded import ShardedOptimizer
 from shard_optim._soap import SOAP
 
@@ -23,6 +24,7 @@ __all__ = [
     "GradScaler",
     "Lion",
     "Muon",
+    "Shampoo",
     "ShardedOptimizer",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -12,7 +12,7 @@ from shard_optim._groups import Group, check_at_least_0, check_decay
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
 from shard_optim._state import Saved
-from shard_optim._window import wide, windows
+from shard_optim._window import Scratch, windows
 
 _SLOTS = (Slot("exp_avg"),)
 
@@ -40,7 +40,7 @@ class Lion(FlatOptimizer):
 
     **Collective**: local; nothing is ever sent.
 
-    **Memory**: one moment of each parameter's piece, and four windows during a step.
+    **Memory**: one moment of each parameter's piece, and a few windows during a step.
 
     **Source**: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
     """
@@ -70,9 +70,18 @@ class Lion(FlatOptimizer):
         beta1, beta2 = job.group["betas"]
         lr, decay = job.group["lr"], job.group["weight_decay"]
         flats = zip(lane.flats["param"], lane.flats["exp_avg"], lane.flat_grads(grads), strict=True)
+        room = Scratch()
         for whole in flats:
             for param, moment, grad in windows(whole):
-                new, old, value = wide(grad), wide(moment), wide(param)
-                direction = (old * beta1).add_(new * (1 - beta1)).sign_().mul_(lr)
-                moment.copy_(old.mul_(beta2).add_(new * (1 - beta2)))
-                param.copy_(value.mul_(1 - lr * decay).sub_(direction))
+                value, old = room.wide("param", param), room.wide("moment", moment)
+                new = room.wide("grad", grad)
+                change, direction = (room.take(n, new, new.dtype) for n in ("change", "direction"))
+                torch.sub(new, old, out=change)
+                torch.mul(change, 1 - beta1, out=direction).add_(old).sign_().mul_(lr)
+                old.add_(change.mul_(1 - beta2))
+                if decay:
+                    value.mul_(1 - lr * decay)
+                value.sub_(direction)
+                if value is not param:
+                    param.copy_(value)
+                    moment.copy_(old)

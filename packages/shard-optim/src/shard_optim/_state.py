@@ -144,9 +144,7 @@ def _check_state(name: str, param: torch.Tensor, source: Saved, slots: Sequence[
                 f"{name}: expected {slot.name} of {dtype}, got {value.dtype}; another kind of "
                 f"optimizer saved it"
             )
-        if isinstance(value, ShardTensor) and not (
-            isinstance(param, ShardTensor) and slot.is_cut_like(value, param)
-        ):
+        if isinstance(value, ShardTensor) and not slot.is_cut_like(value, param):
             raise ValueError(
                 f"{name}: {slot.name} is a piece [{value.spec.start}, {value.spec.stop}) of "
                 f"another sharding; load it with shard_ckpt, which moves state between world sizes"
