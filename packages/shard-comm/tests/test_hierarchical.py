@@ -175,8 +175,15 @@ def check_inference_tensors(comm: HierarchicalComm) -> None:
         out, total = torch.zeros(8), torch.tensor([1.0, 2.0]).bfloat16()
         comm.all_gather(out, torch.full((2,), float(comm.rank)))
         comm.all_reduce(total, sum_dtype=torch.float32)
+        shard, large = torch.zeros(3), torch.ones(20_000)
     assert out.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     assert total.tolist() == [4.0, 8.0]
+    comm.all_reduce(total)
+    assert total.tolist() == [16.0, 32.0]
+    comm.reduce_scatter(shard, torch.ones(12))
+    assert shard.tolist() == [4.0] * 3
+    comm.all_reduce(large)
+    assert large.unique().tolist() == [4.0]
     comm.broadcast(out, src=2)
     comm.all_gather(out, torch.full((2,), float(-comm.rank)))
     assert out.tolist() == [0.0, 0.0, -1.0, -1.0, -2.0, -2.0, -3.0, -3.0]
@@ -377,7 +384,12 @@ def lose_a_rank(comm: Comm, how: str) -> dict[str, tuple[str, float]]:
         return str(caught.value), took_s
 
     with ThreadPoolExecutor(len(CALLS)) as pool:
-        return dict(zip(CALLS, pool.map(call, CALLS), strict=True))
+        said = dict(zip(CALLS, pool.map(call, CALLS), strict=True))
+    # A process that ends would tell the others by that alone.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"rank {comm.rank} heard", "")
+    store.wait([f"rank {rank} heard" for rank in range(LOST)])
+    return said
 
 
 @pytest.mark.parametrize("how", ["killed", "hanging"])

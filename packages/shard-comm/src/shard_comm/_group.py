@@ -62,6 +62,7 @@ class GroupComm(Comm):
 
     **Memory**: over Gloo a ``reduce_scatter`` holds a second buffer of the input's size while it
     runs, and an ``all_reduce`` one of ``size`` times the tensor's: keep to small tensors there.
+    Over NCCL freed memory of ``empty`` stays with the comm until it is closed.
     """
 
     # Where it is set, a slow wait calls it every second; it raises where waiting on is no use.
