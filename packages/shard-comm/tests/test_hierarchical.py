@@ -22,6 +22,7 @@ from shard_comm import (
     GroupComm,
     HierarchicalComm,
     SharedMemoryComm,
+    Slices,
     SoloComm,
     _shared_file,
     comm_for,
@@ -70,9 +71,13 @@ def bits_of(comm: Comm) -> list[str]:
             exchanged, sent = torch.empty_like(gathered), wide[:numel].clone()
             comm.all_gather(gathered, wide[:numel])
             comm.all_to_all(exchanged, wide)
+            lengths = tuple(comm.rank * other for other in range(comm.size))  # none of rank 0
+            slices = Slices(lengths, lengths, (comm.size - 1) ** 2)
+            ragged = torch.empty(sum(lengths), dtype=dtype)
+            comm.all_to_all(ragged, draw(comm, sum(lengths), dtype, 5), slices=slices)
             for src in range(comm.size):
                 comm.broadcast(sent.add_(comm.rank), src=src)
-            results += [gathered, exchanged, sent]
+            results += [gathered, exchanged, ragged, sent]
         narrow = draw(comm, numel * comm.size, torch.bfloat16, seed)
         for wider in (torch.float32, torch.float64, torch.bfloat16):
             for op in ("sum", "mean", "premul_mean") if numel < 10_000 else ("premul_mean",):
