@@ -9,13 +9,10 @@ from typing import Any
 
 from shard_ckpt._agree import agree, attempt, check_same_save
 from shard_ckpt._check import (
-    Intervals,
     Source,
-    blocks_of,
-    check_blocks,
+    check_grains,
     open_checked,
     open_source,
-    own_blocks,
     strangers,
 )
 from shard_ckpt._collector import collector_paused
@@ -26,6 +23,7 @@ from shard_ckpt._log import logger
 from shard_ckpt._match import Target, match
 from shard_ckpt._merge import merge, missing_values
 from shard_ckpt._rename import Rename, with_template_names
+from shard_ckpt._shares import Needs, grains_of, own_grains
 from shard_ckpt._state import flatten
 from shard_comm import Comm
 
@@ -34,7 +32,7 @@ from shard_comm import Comm
 class _Opened:
     source: Source
     targets: Sequence[Target]
-    needs: Intervals
+    needs: Needs
     values: Mapping[str, Any]
 
 
@@ -65,9 +63,9 @@ def load(
 
     Nothing is written into a tensor before all ranks have checked all they are going to read:
     marker, index, file sizes, headers, names, shapes, dtypes, coverage, and the checksum of every
-    16 MiB block that is touched. Each block is checked by one of the ranks that need it, so
-    checking costs one more pass over the checkpoint, divided among the ranks; the second pass
-    mostly comes from the page cache.
+    256 KiB that is touched. Each is checked by one of the ranks that need it, so checking costs
+    one more pass over the checkpoint, divided among the ranks; the second pass mostly comes from
+    the page cache.
 
     Args:
         state: sections as for ``save``. Tensors are filled in place: a ``ShardTensor`` with its
@@ -103,7 +101,7 @@ def load(
             unless reading failed, or files changed, after all checks had passed.
 
     **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
-    **Memory**: 512 KiB while checking (32 MiB from object stores), then up to 32 MiB per device
+    **Memory**: 870 KiB while checking (32 MiB from object stores), then up to 32 MiB per device
     for tensors that are not read into directly (not on the CPU, or cast), and a copy of one tensor
     at a time where tensors are not contiguous.
     """
@@ -114,8 +112,8 @@ def load(
     )
     mine = opened.value()
     check_same_save([save_id for save_id, _ in heard], f"{path}", purpose="load")
-    blocks = own_blocks([needs for _, needs in heard], comm.rank)
-    checked = attempt(lambda: check_blocks(mine.source, blocks))
+    grains = own_grains([needs for _, needs in heard], comm.rank)
+    checked = attempt(lambda: check_grains(mine.source, grains))
     agree(comm, checked, share=lambda _: None, timeout_s=timeout_s)
 
     filled = attempt(lambda: fill(mine.source, mine.targets))
@@ -155,7 +153,9 @@ def _open(
                 f"{missing[0]}: the checkpoint has no such value ({len(missing)} in all); pass "
                 f"strict=False to keep the template's"
             )
-    needs = blocks_of(read for target in targets for read in target.reads())
+    reads = [read for target in targets for read in target.reads()]
+    data_start = {file: source.data_start(file) for file in {read.file for read in reads}}
+    needs = grains_of(reads, data_start=data_start)
     for file in needs:
         with open_checked(source, file):
             pass
