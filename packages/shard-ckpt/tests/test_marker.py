@@ -71,5 +71,5 @@ def test_a_shortened_marker_is_seen(folder: Path, cut: int) -> None:
 def test_another_versions_marker_is_named(folder: Path) -> None:
     path = folder / "COMMITTED"
     path.write_bytes(path.read_bytes().replace(b'"version":2', b'"version":9'))
-    with pytest.raises(CheckpointError, match="expected format version 1, got 9"):
+    with pytest.raises(CheckpointError, match="expected format version 2, got 9"):
         read_marker(folder)

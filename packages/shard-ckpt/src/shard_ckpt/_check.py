@@ -15,7 +15,7 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import is_extras
 from shard_ckpt._files import TENSOR_SUFFIX, entry_key, entry_shape
 from shard_ckpt._fold import WINDOW_BYTES, Folding
-from shard_ckpt._grains import GRAIN_BYTES, Runs, span_bytes
+from shard_ckpt._grains import GRAIN_BYTES, Spans, span_bytes
 from shard_ckpt._header import Header, header_length, parse_header
 from shard_ckpt._index import Index, TensorRecord
 from shard_ckpt._marker import find_index
@@ -73,7 +73,7 @@ class Source:
 
 
 def check_grains(
-    source: Source, grains: Mapping[int, Runs], *, progress: Progress | None = None
+    source: Source, grains: Mapping[int, Spans], *, progress: Progress | None = None
 ) -> None:
     """Read grains and hold them against the index; with a file's first, its header. Local.
 
@@ -104,7 +104,7 @@ def problems_in(
     file: int,
     *,
     fd: Handle,
-    runs: Runs,
+    runs: Spans,
     folding: Folding,
     progress: Progress | None = None,
 ) -> Iterator[str]:

@@ -12,7 +12,7 @@ GRAIN_BYTES = 256 << 10
 
 _CRC_BYTES = 4
 
-Runs = list[tuple[int, int]]
+Spans = list[tuple[int, int]]
 """Sorted disjoint runs of grains: the first, and one past the last."""
 
 
@@ -93,9 +93,9 @@ def grains_in(low: int, high: int) -> tuple[int, int]:
     return low // GRAIN_BYTES, grain_count(high)
 
 
-def merged(runs: Iterable[tuple[int, int]]) -> Runs:
+def merged(runs: Iterable[tuple[int, int]]) -> Spans:
     """Sort runs and join those that meet or overlap. Local."""
-    result: Runs = []
+    result: Spans = []
     for first, stop in sorted(runs):
         if result and first <= result[-1][1]:
             result[-1] = (result[-1][0], max(stop, result[-1][1]))
@@ -104,12 +104,12 @@ def merged(runs: Iterable[tuple[int, int]]) -> Runs:
     return result
 
 
-def cut_runs(runs: Runs, *, low: int, high: int) -> Runs:
+def cut_runs(runs: Spans, *, low: int, high: int) -> Spans:
     """Return what is left of runs without the grains before the ``low``-th and from ``high`` on.
 
     Of ``[0, 2) [5, 9)``, the grains counted 1 and 2 are ``[1, 2) [5, 6)``.
     """
-    result: Runs = []
+    result: Spans = []
     at = 0
     for first, stop in runs:
         begin, end = max(low - at, 0), min(high - at, stop - first)

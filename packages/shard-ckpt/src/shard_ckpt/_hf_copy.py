@@ -27,14 +27,17 @@ from shard_comm import Comm
 _MAX_THREADS = 4
 
 
-def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: Comm) -> None:
-    """Check and copy this rank's share of the blocks that an export needs, and sync. Local.
+def copy_blocks(
+    source: Source, files: Sequence[OutFile], place: Path, *, comm: Comm, durable: bool
+) -> None:
+    """Check and copy this rank's share of the blocks that an export needs. Local.
 
     Args:
         source: the checkpoint.
         files: the export; each exists in ``place`` with its size.
         place: where they are under way.
         comm: the ranks that share the work: each does an equal run of ``order_blocks``.
+        durable: return only when the bytes are durable.
 
     Raises:
         CheckpointError: a block or header is not as the index says.
@@ -50,7 +53,7 @@ def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: 
     sizes = [source.index.files[file].nbytes for file, _ in mine]
     spans = [block_range(block, size) for (_, block), size in zip(mine, sizes, strict=True)]
     progress = Progress(sum(high - low for low, high in spans))
-    work = _Work(source, files, place, copies, progress)
+    work = _Work(source, files, place, copies, progress, durable)
     if threads == 1:
         work.run(mine)
         return
@@ -60,8 +63,19 @@ def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: 
         future.result()
 
 
-def write_all(fd: int, view: memoryview, offset: int) -> None:
-    """Write a view at an offset of an open file. Local."""
+def start_file(path: Path, head: bytes, *, nbytes: int, durable: bool) -> None:
+    """Make a file of a size that begins with ``head``. Local."""
+    fd = _posix.create(path)
+    try:
+        _posix.resize(fd, nbytes)
+        _write_all(fd, memoryview(head), 0)
+        if durable:
+            _posix.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
     while len(view):
         done = _posix.write_at(fd, view, offset)
         view, offset = view[done:], offset + done
@@ -74,6 +88,7 @@ class _Work:
     place: Path
     copies: Mapping[int, Sequence[Copy]]
     progress: Progress
+    durable: bool
 
     def run(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy blocks. One that turns out to be altered ends the export, so nobody sees it."""
@@ -91,9 +106,10 @@ class _Work:
                                 path = self.place / self.files[copy.out].name
                                 outs[copy.out] = _posix.open_to_write(path)
                                 stack.callback(os.close, outs[copy.out])
-                            write_all(outs[copy.out], bytes_of(part), at)
-            for fd in outs.values():
-                _posix.fsync(fd)
+                            _write_all(outs[copy.out], bytes_of(part), at)
+            if self.durable:
+                for fd in outs.values():
+                    _posix.fsync(fd)
 
     def _pieces(
         self, file: int, block: int, fd: Handle, folding: Folding

@@ -6,22 +6,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from shard_ckpt._collector import collector_paused
-from shard_ckpt._grains import Runs, cut_runs, grains_in, merged
+from shard_ckpt._grains import Spans, cut_runs, grains_in, merged
 from shard_ckpt._match import Read
 
-Needs = Mapping[int, Runs]
+Needs = Mapping[int, Spans]
 """Per file: the grains that a rank needs."""
 
 
 @collector_paused()
-def grains_of(reads: Iterable[Read], *, data_start: Mapping[int, int]) -> dict[int, Runs]:
+def grains_of(reads: Iterable[Read], *, data_start: Mapping[int, int]) -> dict[int, Spans]:
     """Return the grains that reads touch, and those of the headers of the files they touch. Local.
 
     Args:
         reads: what a rank wants.
         data_start: per file, the size of its header.
     """
-    touched: dict[int, Runs] = {}
+    touched: dict[int, Spans] = {}
     for read in reads:
         if read.file not in touched:
             touched[read.file] = [grains_in(0, data_start[read.file])]
@@ -30,7 +30,7 @@ def grains_of(reads: Iterable[Read], *, data_start: Mapping[int, int]) -> dict[i
     return {file: merged(runs) for file, runs in touched.items()}
 
 
-def own_grains(needs: Sequence[Needs], rank: int) -> dict[int, Runs]:
+def own_grains(needs: Sequence[Needs], rank: int) -> dict[int, Spans]:
     """Deal the grains that ranks need to ranks that need them, each to exactly one.
 
     Of the grains of a file that the same ranks need, each of these gets an equal part: of four
@@ -44,10 +44,10 @@ def own_grains(needs: Sequence[Needs], rank: int) -> dict[int, Runs]:
     """
     result = {}
     for file in needs[rank]:
-        alike: dict[tuple[int, ...], Runs] = {}
+        alike: dict[tuple[int, ...], Spans] = {}
         for run, sharers in _segments([theirs.get(file, []) for theirs in needs], rank):
             alike.setdefault(sharers, []).append(run)
-        mine: Runs = []
+        mine: Spans = []
         for sharers, runs in alike.items():
             # odd ones out go to another rank from file to file
             part, parts = (sharers.index(rank) + file) % len(sharers), len(sharers)
@@ -59,7 +59,7 @@ def own_grains(needs: Sequence[Needs], rank: int) -> dict[int, Runs]:
 
 
 def _segments(
-    needs: Sequence[Runs], rank: int
+    needs: Sequence[Spans], rank: int
 ) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
     """Yield the runs that a rank needs, cut where the set of ranks that need them changes."""
     begin: dict[int, list[int]] = {}
