@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from shard_ckpt._crc import crc32
 from shard_ckpt._memory import bytes_of
 
-WINDOW_BYTES = 512 << 10
+WINDOW_BYTES = 1 << 20
 """How much passes through at a time: little enough to stay in a core's cache."""
 
 NEAR, FAR = 199_844, 366_556
 """A byte may be added to the bytes these distances further on, and then be forgotten."""
 
-_SPAN = 131_064  # below NEAR, and below the size from which torch would spread it over threads
-_PREFIX = bytes.fromhex("62f52692")  # turns a register of zeros into CRC-32's initial one
-_PAD = -FAR % 64  # so that the window is aligned for every dtype
+_SPAN_BYTES = 131_064  # below the size from which torch would spread the work over threads
 _ZERO = 0xFFFFFFFF  # what zlib takes for a register of zeros
+_WORD = torch.int32
 
 
 class Folding:
@@ -28,55 +29,79 @@ class Folding:
 
     so a byte of value v at place 0 counts as much as v at place 199844 and v at place 366556
     together: a message of zeros but for the same byte at these three places has the checksum of
-    zeros alone. Whatever leaves the window is therefore XORed into what comes 199844 and 366556
-    bytes later, in runs of thousands of bytes at once, and only the last 358 KiB go through zlib.
+    zeros alone. Whatever leaves the window is therefore XORed into what came 199844 and 366556
+    bytes later, in runs of thousands of bytes at once, and only the end goes through zlib.
 
-    Put up to ``WINDOW_BYTES`` into ``view``, use them, ``absorb`` them, and so on; what was
-    absorbed is overwritten.
+    Put up to ``window_bytes`` into ``view``, use them, ``absorb`` them, and so on. There are two
+    windows, which take turns: one is filled, then what was in the other is folded into it.
 
     Args:
-        window_bytes: room for how much at a time; a multiple of 4.
+        window_bytes: room for how much at a time; a multiple of 64, and ``FAR`` at least.
 
-    **Memory**: the window and 358 KiB.
+    **Memory**: both windows.
     **Source**: S. Russell, "Chorba: A novel CRC32 implementation", 2024, which folds 64-bit words
     in registers; here with distances that are multiples of 4 bytes and far apart.
     """
 
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
-        words = torch.empty((_PAD + FAR + window_bytes) // 4, dtype=torch.int32, device="cpu")
-        self._words = words[_PAD // 4 :]
-        self._bytes = bytes_of(self._words)
-        self._steps = [
-            (self._part(at + distance, nbytes), self._part(at, nbytes))
-            for at in range(0, window_bytes, _SPAN)
-            for nbytes in [min(_SPAN, window_bytes - at)]
-            for distance in (NEAR, FAR)
-        ]
-        self.view = self._bytes[FAR:]
-        self.tensor = self._words[FAR // 4 :].view(torch.uint8)
-        self._used = FAR
+        self._size = window_bytes
+        self._both = torch.empty(2 * window_bytes, dtype=torch.uint8, device="cpu")
+        self._tensors = self._both.split(window_bytes)
+        self._views = [bytes_of(tensor) for tensor in self._tensors]
+        self._steps = [list(self._fold(half)) for half in (0, 1)]
         self.restart()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Where the next bytes go: uint8 ``[window_bytes]``, aligned for every dtype."""
+        return self._tensors[self._turn]
+
+    @property
+    def view(self) -> memoryview:
+        """The same memory."""
+        return self._views[self._turn]
 
     def restart(self) -> None:
         """Forget everything. Local."""
-        self._words[: FAR // 4].zero_()
-        self._bytes[FAR - len(_PREFIX) : FAR] = _PREFIX
-        self._used = FAR
+        self._turn = 0
+        self._start = 0
+        self._rest: list[memoryview] = []
+        self._ended = False
 
     def absorb(self, nbytes: int) -> None:
         """Take the first ``nbytes`` of the window; less than a whole one only at the end. Local."""
-        if self._used != FAR:
+        if self._ended:
             raise AssertionError("bytes after the last ones")
-        if nbytes < len(self.view):
-            self._used += nbytes
-            return
-        for target, source in self._steps:
-            target.bitwise_xor_(source)
-        self._bytes[:FAR] = bytes(self._bytes[len(self.view) :])
+        self._ended = nbytes < self._size
+        if self._rest and nbytes >= FAR:
+            if self._start != _ZERO:  # the same as beginning with a register of ones
+                head = self._rest[0]
+                head[:4] = bytes(byte ^ 0xFF for byte in head[:4])
+                self._start = _ZERO
+            for target, source in self._steps[1 - self._turn]:
+                target.bitwise_xor_(source)
+            self._rest = []
+        self._rest.append(self.view[:nbytes])
+        self._turn = 1 - self._turn
 
     def value(self) -> int:
         """Return the CRC-32 of everything since ``restart``. Local."""
-        return crc32(self._bytes[: self._used], _ZERO)
+        result = self._start
+        for part in self._rest:
+            result = crc32(part, result)
+        return result
 
-    def _part(self, at: int, nbytes: int) -> torch.Tensor:
-        return self._words[at // 4 : (at + nbytes) // 4]
+    def _fold(self, half: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield what to XOR with what, in order, to fold a window into the one after it."""
+        words, total = self._both.view(_WORD), 2 * self._size
+        at, end = half * self._size, (half + 1) * self._size
+        while at < end:
+            places = [(at + distance) % total for distance in (NEAR, FAR)]
+            nbytes = min(_SPAN_BYTES, end - at, *(total - place for place in places))
+            for place in places:
+                yield _part(words, place, nbytes), _part(words, at, nbytes)
+            at += nbytes
+
+
+def _part(words: torch.Tensor, at: int, nbytes: int) -> torch.Tensor:
+    return words[at // _WORD.itemsize : (at + nbytes) // _WORD.itemsize]

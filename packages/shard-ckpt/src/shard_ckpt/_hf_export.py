@@ -88,7 +88,7 @@ def export_hf(
             is left.
 
     **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
-    **Memory**: 870 KiB for each of up to four threads per rank, and what comes of it where tensors
+    **Memory**: 4 MiB for each of up to four threads per rank, and what comes of it where tensors
     are cast.
     """
     comm = comm_for(comm)

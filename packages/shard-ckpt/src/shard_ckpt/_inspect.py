@@ -88,7 +88,7 @@ def verify(path: str | os.PathLike[str]) -> tuple[str, ...]:
         FileNotFoundError: there is no such folder.
         OSError: reading failed.
 
-    **Memory**: 870 KiB; from object stores 32 MiB.
+    **Memory**: 2 MiB; from object stores 32 MiB.
     """
     try:
         source = open_source(path)

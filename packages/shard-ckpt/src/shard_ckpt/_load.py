@@ -101,7 +101,7 @@ def load(
             unless reading failed, or files changed, after all checks had passed.
 
     **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
-    **Memory**: 870 KiB while checking (32 MiB from object stores), then up to 32 MiB per device
+    **Memory**: 2 MiB while checking (32 MiB from object stores), then up to 32 MiB per device
     for tensors that are not read into directly (not on the CPU, or cast), and a copy of one tensor
     at a time where tensors are not contiguous.
     """

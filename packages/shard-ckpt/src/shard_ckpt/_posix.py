@@ -6,9 +6,15 @@ can fail, or end the process, at any one of them. Call them through the module.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+_allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+if _allocate is not None:
+    _allocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def create(path: Path) -> int:
@@ -27,8 +33,16 @@ def open_to_write(path: Path) -> int:
 
 
 def resize(fd: int, nbytes: int) -> None:
-    """Give an open file its size; what was not written reads as zeros."""
+    """Give an open file its size, and its space too where the file system can promise it.
+
+    What was not written reads as zeros. The system's own call, and not ``os.posix_fallocate``: that
+    one writes to every page where the file system cannot.
+    """
     os.ftruncate(fd, nbytes)
+    if nbytes and _allocate is not None and _allocate(fd, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> int:
