@@ -51,6 +51,20 @@ def test_it_is_crc32(window: int, nbytes: int) -> None:
     assert through(folding, data[::-1]) == zlib.crc32(data[::-1])  # nothing is left of the first
 
 
+def test_a_faster_implementation_gets_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def fast(data: memoryview, value: int) -> int:
+        seen.append(len(data))
+        return zlib.crc32(data, value)
+
+    for module in ("_fold", "_crc"):
+        monkeypatch.setattr(f"shard_ckpt.{module}.implementation", lambda: fast)
+    data = os.urandom(2 * WINDOW_BYTES + 7)
+    assert through(Folding(), data) == zlib.crc32(data)
+    assert seen == [WINDOW_BYTES, WINDOW_BYTES, 7]
+
+
 def test_the_window_is_aligned_for_every_dtype() -> None:
     folding = Folding()
     for _ in range(2):
