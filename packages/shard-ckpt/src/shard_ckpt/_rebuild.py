@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shard_ckpt._blocks import read_exactly
+from shard_ckpt._blocks import BLOCK_BYTES, block_count, block_range, read_exactly
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import extras_name, is_extras, read_values
 from shard_ckpt._files import TENSOR_SUFFIX, entry_key, entry_shape
-from shard_ckpt._grains import GRAIN_BYTES, FileRecord, GrainSums, grain_count, span_bytes
+from shard_ckpt._grains import FileRecord, GrainSums
 from shard_ckpt._header import HeaderEntry
 from shard_ckpt._index import (
     FORMAT_VERSION,
@@ -56,7 +56,7 @@ def rebuild_index(folder: Path) -> Index:
         CheckpointError: files are missing, damaged or of several saves, elements are missing, or
             the stored structure names other tensors than the files hold.
 
-    **Memory**: 256 KiB.
+    **Memory**: a block.
     """
     names = [
         name
@@ -137,12 +137,12 @@ def _check_origins(folder: Path, origins: Mapping[str, _Origin]) -> None:
 
 
 def _read_file(path: Path, progress: Progress) -> FileRecord:
-    buffer = memoryview(bytearray(GRAIN_BYTES))
+    buffer = memoryview(bytearray(BLOCK_BYTES))
     sums = GrainSums()
     with open(path, "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
-        for grain in range(grain_count(nbytes)):
-            low, high = span_bytes(grain, grain + 1, nbytes)
+        for block in range(block_count(nbytes)):
+            low, high = block_range(block, nbytes)
             if not read_exactly(file.fileno(), [buffer[: high - low]], offset=low):
                 raise CheckpointError(f"{path}: got shorter while it was being read")
             sums.feed(buffer[: high - low])
