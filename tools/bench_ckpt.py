@@ -4,9 +4,10 @@
 
 Two ranks over Gloo, one thread each. Ours, torch.distributed.checkpoint and plain writing take
 turns in every round; ratios are medians over rounds. Files are read back from the page cache, as
-far as it holds them. Give ``--folder`` to measure another file system than that of the current
-directory. Of the 300M model three rounds are run, and only parameters are saved asynchronously, so
-that all processes together stay below 6 GiB.
+far as it holds them; what that takes of the processor is what it would last on an idle machine.
+Give ``--folder`` to measure another file system than that of the current directory. Of the 300M
+model three rounds are run, and only parameters are saved asynchronously, so that all processes
+together stay below 6 GiB.
 """
 
 from __future__ import annotations
@@ -270,7 +271,7 @@ def time_loads(comm: Comm, name: str, folder: str, rounds: int) -> Times:
         "other": lambda: load(ours, root / "other", comm=comm),
         "dcp": lambda: dcp_load(theirs, checkpoint_id=root / "dcp"),
     }
-    times: Times = {kind: [] for kind in works}
+    times: Times = {kind: [] for kind in (*works, *(f"{kind} cpu" for kind in works))}
     times["share"] = [numel_of(size) * len(SLOTS) * 4 / comm.size]
     for kind in ("same", "other"):
         drop_cached(root / kind, comm)
@@ -280,9 +281,11 @@ def time_loads(comm: Comm, name: str, folder: str, rounds: int) -> Times:
         times[f"{kind} memory"] = [peak_bytes() - resident]
     for number in range(rounds + 1):
         for kind, work in works.items():
+            busy = time.process_time()
             took = timed(comm, work)
             if number:
                 times[kind].append(took)
+                times[f"{kind} cpu"].append(time.process_time() - busy)
     return times
 
 
@@ -349,6 +352,7 @@ def load_rows(name: str, folder: Path, rounds: int) -> list[Row]:
     times = loaded[0]
     rows = [
         row(f"{name}: load, s, against torch", times["same"], times["dcp"], 1.0),
+        row(f"{name}: load, s of processor, likewise", times["same cpu"], times["dcp cpu"], None),
         row(f"{name}: load of {OTHER_RANKS} ranks', s", times["other"], times["same"], 1.2),
     ]
     for kind, what in (("same", "load"), ("other", f"load of {OTHER_RANKS} ranks'")):
