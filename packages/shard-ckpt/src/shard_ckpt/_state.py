@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,10 @@ from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import dtype_name
 from shard_ckpt._header import METADATA_KEY
 from shard_ckpt._memory import is_flat
+from shard_ckpt._naming import Rename, stored_name
+from shard_ckpt._runs import Box, Runs, box_runs
 from shard_ckpt._values import PerRank, PerRankRef, TensorRef
-from shard_flat import Outer, ShardTensor
+from shard_flat import ShardTensor
 
 _MAX_SECTION_BYTES = 160
 
@@ -33,7 +35,10 @@ class Leaf:
         stop: one past the last.
         shards: over how many ranks it is cut; None where every rank has it whole.
         source: the tensor that the state holds.
-        outer: the DTensor whose flattened local part ``start`` and ``stop`` count in, if any.
+        box: the block of the whole in which ``start`` and ``stop`` count, where it is a DTensor's
+            local part; None where they count in the whole.
+        holders: equal for tensors that are cut over the same ranks; means something on this rank
+            only.
     """
 
     section: str
@@ -44,7 +49,8 @@ class Leaf:
     stop: int
     shards: int | None
     source: torch.Tensor
-    outer: Outer | None = None
+    box: Box | None = None
+    holders: Hashable = None
 
     @property
     def id(self) -> tuple[str, str]:
@@ -61,20 +67,19 @@ class Leaf:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
-    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    def runs(self, first: int, last: int) -> Iterator[tuple[Runs, int]]:
         """Yield where elements ``[first, last)`` of ``tensor`` lie in the whole one. Local.
 
         Returns:
-            ``(start, stop, at)``: the elements ``[start, stop)`` of the flattened whole tensor are
-            those of ``tensor`` from ``at`` on.
+            Elements of the flattened whole tensor, and which of ``tensor`` the first of them is;
+            the others follow it there.
         """
-        if self.outer is None:
-            yield self.start + first, self.start + last, first
+        low, high = self.start + first, self.start + last
+        if self.box is None:
+            yield Runs(low, high), first
             return
-        at = first
-        for start, stop in self.outer.runs(self.start + first, self.start + last):
-            yield start, stop, at
-            at += stop - start
+        for runs, at in box_runs(self.shape, self.box, first=low, last=high):
+            yield runs, at - self.start
 
     @property
     def dtype(self) -> str:
@@ -90,9 +95,8 @@ class Leaf:
         tensor = self.tensor
         if tensor.numel() == 0:
             return None
-        where = (tensor.device, tensor.data_ptr(), tensor.dtype, self.start, self.stop, self.numel)
-        if self.outer is not None:
-            return (*where, self.shards, self.outer.offsets)
+        part = (self.start, self.stop, self.numel, self.box)
+        where = (tensor.device, tensor.data_ptr(), tensor.dtype, *part)
         if is_flat(tensor):
             return (*where, self.shards)
         return (*where, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -115,7 +119,7 @@ class FlatState:
 
 
 @collector_paused()
-def flatten(state: Mapping[str, Any]) -> FlatState:
+def flatten(state: Mapping[str, Any], *, rename: Rename | None = None) -> FlatState:
     """Take a state apart. Local.
 
     Components of a path are joined by ``.``, except that a mapping with the keys ``state`` and
@@ -125,18 +129,22 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
         {"optim": {"state": {"embed.weight": {"exp_avg": t}},
                    "param_groups": []}}                         optim: embed.weight#exp_avg
 
+    Args:
+        state: sections.
+        rename: other names for tensors; those that get one stand at the top of their section in
+            the structure, and an optimizer's parameters under their new names.
+
     Raises:
         TypeError: the state, a key or a tensor is of a kind that cannot be stored.
         ValueError: two tensors would have one name, or a name cannot be used.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state: expected a mapping of sections, got {type(state).__name__}")
-    walker = _Walker()
+    walker = _Walker(rename)
     for key, value in state.items():
         if type(key) is not str:
             raise TypeError(f"state: expected sections of type str, got {key!r}")
-        walker.section = key
-        walker.flat.values[key] = walker.walk(value, name=None, prefix="", path=f"[{key!r}]")
+        walker.enter(key, value)
     walker.flat.leaves.sort(key=lambda leaf: leaf.id)
     return walker.flat
 
@@ -144,10 +152,24 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 class _Walker:
     """Carries the section and what was found through the recursion."""
 
-    def __init__(self) -> None:
+    def __init__(self, rename: Rename | None) -> None:
         self.flat = FlatState()
         self.section = ""
+        self._rename = rename
         self._paths: dict[tuple[str, str], str] = {}
+        self._moved: dict[str, TensorRef] = {}
+        self._lists = 0
+
+    def enter(self, section: str, value: Any) -> None:
+        """Take a section apart."""
+        self.section = section
+        self._moved = {}
+        values = self.walk(value, name=None, prefix="", path=f"[{section!r}]")
+        for name, ref in self._moved.items():
+            if name in values:
+                raise ValueError(f"{section}: {name} is a tensor's new name, and a value is there")
+            values[name] = ref
+        self.flat.values[section] = values
 
     def walk(self, node: Any, *, name: str | None, prefix: str, path: str) -> Any:
         """Return ``node`` with stand-ins; ``prefix`` is what its children's names begin with."""
@@ -161,7 +183,9 @@ class _Walker:
                 return self._optimizer(node, prefix, path)
             return self._children(node, prefix, path)
         if type(node) in (list, tuple):
+            self._lists += 1
             children = self._children(dict(enumerate(node)), prefix, path)
+            self._lists -= 1
             return type(node)(children.values())
         return node
 
@@ -169,7 +193,12 @@ class _Walker:
         result = {}
         for key, value in node.items():
             name = f"{prefix}{key}"
-            result[key] = self.walk(value, name=name, prefix=f"{name}.", path=f"{path}[{key!r}]")
+            moved = len(self._moved)
+            found = self.walk(value, name=name, prefix=f"{name}.", path=f"{path}[{key!r}]")
+            if isinstance(found, TensorRef) and found.name != name and not self._lists:
+                self._moved[found.name] = found
+            elif found or len(self._moved) == moved:  # else nothing is left of it
+                result[key] = found
         return result
 
     def _optimizer(self, node: Mapping[Any, Any], prefix: str, path: str) -> dict[Any, Any]:
@@ -178,10 +207,12 @@ class _Walker:
             here = f"{path}[{key!r}]"
             if key != "state":
                 name = f"{prefix}{key}"
-                result[key] = self.walk(value, name=name, prefix=f"{name}.", path=here)
+                found = self.walk(value, name=name, prefix=f"{name}.", path=here)
+                result[key] = self._groups(found, prefix) if key == "param_groups" else found
                 continue
+            self._lists += 1  # slots stay with their parameter
             result[key] = {
-                owner: self.walk(
+                self._owner(owner, prefix): self.walk(
                     slots,
                     name=f"{prefix}{owner}#",
                     prefix=f"{prefix}{owner}#",
@@ -189,7 +220,25 @@ class _Walker:
                 )
                 for owner, slots in value.items()
             }
+            self._lists -= 1
         return result
+
+    def _owner(self, owner: Any, prefix: str) -> Any:
+        """Return the new name of a parameter in an optimizer below ``prefix``."""
+        if self._rename is None or type(owner) is not str:
+            return owner
+        return stored_name(f"{prefix}{owner}", self._rename).removeprefix(prefix)
+
+    def _groups(self, groups: Any, prefix: str) -> Any:
+        """Return an optimizer's groups with the new names of parameters."""
+        if self._rename is None or not isinstance(groups, list):
+            return groups
+        return [
+            {**group, "params": [self._owner(name, prefix) for name in group["params"]]}
+            if isinstance(group, dict) and isinstance(group.get("params"), list)
+            else group
+            for group in groups
+        ]
 
     def _tensor(self, tensor: torch.Tensor, name: str | None, path: str) -> TensorRef:
         if name is None:
@@ -198,6 +247,7 @@ class _Walker:
                 f'{{"model": {{{self.section!r}: tensor}}}}'
             )
         _check_section(self.section)
+        name = stored_name(name, self._rename)
         leaf = _leaf(tensor, self.section, name)
         _check_name(leaf)
         taken = self._paths.setdefault(leaf.id, path)
@@ -213,7 +263,7 @@ class _Walker:
 def _leaf(tensor: torch.Tensor, section: str, name: str) -> Leaf:
     label = f"{section}: {name}"
     if isinstance(tensor, ShardTensor):
-        spec = tensor.spec
+        spec, outer = tensor.spec, tensor.spec.outer
         leaf = Leaf(
             section,
             name,
@@ -223,13 +273,11 @@ def _leaf(tensor: torch.Tensor, section: str, name: str) -> Leaf:
             stop=spec.stop,
             shards=math.prod(comm.size for comm in tensor.comms),
             source=tensor,
-            outer=spec.outer,
+            box=None if outer is None else Box(outer.offsets, outer.local_shape),
+            holders=tensor.comms,
         )
     elif isinstance(tensor, DTensor):
-        raise TypeError(
-            f"{label}: expected a plain tensor or a ShardTensor, got a DTensor placed as "
-            f"{tensor.placements}; store full_tensor() or a ShardTensor"
-        )
+        leaf = _dtensor_leaf(tensor, section, name)
     else:
         shape = tuple(tensor.shape)
         leaf = Leaf(section, name, tensor.detach(), shape, 0, tensor.numel(), None, tensor)
@@ -243,6 +291,32 @@ def _leaf(tensor: torch.Tensor, section: str, name: str) -> Leaf:
     if held.numel() > 0 and held.untyped_storage().data_ptr() == 0:
         raise TypeError(f"{label}: {type(tensor).__name__} has no memory of its own to store")
     return leaf
+
+
+def _dtensor_leaf(tensor: DTensor, section: str, name: str) -> Leaf:
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    label = f"{section}: {name}"
+    if any(placement.is_partial() for placement in placements):
+        raise TypeError(
+            f"{label}: a DTensor placed as {placements} is a sum that was not taken yet; "
+            f"redistribute() it to Shard or Replicate first"
+        )
+    local = tensor.to_local().detach()
+    cut = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
+    shards = math.prod(mesh.size(dim) for dim in cut)
+    if shards == 1 and local.numel() == math.prod(shape):
+        return Leaf(section, name, local, shape, 0, local.numel(), None, tensor)
+    box = Box((0,) * len(shape), (0,) * len(shape))
+    if local.numel():  # else also of ranks that are not in the mesh
+        chunks = tensor.__create_chunk_list__()
+        box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+        if len(chunks) != 1 or box.sizes != tuple(local.shape):
+            raise TypeError(
+                f"{label}: expected a DTensor with one block per rank, got {placements} with a "
+                f"local part of {tuple(local.shape)}"
+            )
+    numel = local.numel()
+    return Leaf(section, name, local, shape, 0, numel, shards, tensor, box, (mesh, cut))
 
 
 def _check_section(section: str) -> None:
