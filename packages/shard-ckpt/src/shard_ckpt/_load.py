@@ -153,9 +153,7 @@ def _open(
                 f"{missing[0]}: the checkpoint has no such value ({len(missing)} in all); pass "
                 f"strict=False to keep the template's"
             )
-    reads = [read for target in targets for read in target.reads()]
-    data_start = {file: source.data_start(file) for file in {read.file for read in reads}}
-    needs = grains_of(reads, data_start=data_start)
+    needs = grains_of(source, (read for target in targets for read in target.reads()))
     for file in needs:
         with open_checked(source, file):
             pass

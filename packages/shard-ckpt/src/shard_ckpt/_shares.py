@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from shard_ckpt._check import Source
 from shard_ckpt._collector import collector_paused
 from shard_ckpt._grains import Spans, cut_runs, grains_in, merged
 from shard_ckpt._match import Read
@@ -14,17 +15,17 @@ Needs = Mapping[int, Spans]
 
 
 @collector_paused()
-def grains_of(reads: Iterable[Read], *, data_start: Mapping[int, int]) -> dict[int, Spans]:
+def grains_of(source: Source, reads: Iterable[Read]) -> dict[int, Spans]:
     """Return the grains that reads touch, and those of the headers of the files they touch. Local.
 
     Args:
-        reads: what a rank wants.
-        data_start: per file, the size of its header.
+        source: the checkpoint.
+        reads: what a rank wants of it.
     """
     touched: dict[int, Spans] = {}
     for read in reads:
         if read.file not in touched:
-            touched[read.file] = [grains_in(0, data_start[read.file])]
+            touched[read.file] = [grains_in(0, source.data_start(read.file))]
         if read.nbytes:
             touched[read.file].append(grains_in(read.offset, read.offset + read.nbytes))
     return {file: merged(runs) for file, runs in touched.items()}
