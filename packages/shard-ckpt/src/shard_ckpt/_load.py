@@ -116,7 +116,7 @@ def load(
     checked = attempt(lambda: check_grains(mine.source, grains))
     agree(comm, checked, share=lambda _: None, timeout_s=timeout_s)
 
-    filled = attempt(lambda: fill(mine.source, mine.targets))
+    filled = attempt(lambda: fill(mine.source, mine.targets, exact=True))
     if filled.error is not None:
         logger.error("%s: reading failed after all checks; tensors are filled in part", path)
     agree(comm, filled, share=lambda _: None, timeout_s=timeout_s)
