@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shard_ckpt import CheckpointError, PerRank, _check, load, save, verify
+from shard_ckpt import CheckpointError, PerRank, _check, _posix, load, save, verify
 from shard_ckpt._grains import GRAIN_BYTES, grain_count
 from shard_ckpt._index import encode_index, parse_index
 from shard_ckpt._marker import encode_marker, marker_for
@@ -288,3 +288,21 @@ def test_a_header_is_checked_beyond_its_first_grain(tmp_path: Path) -> None:
     wanted = {"m": {next(iter(state["m"])): torch.zeros(1)}}
     with pytest.raises(CheckpointError, match="they hold the header"):
         load(wanted, tmp_path / "a", comm=SoloComm(), strict=False)
+
+
+def test_what_is_needed_next_is_asked_for_ahead_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 MiB in one file, of which a rank needs the first 36 MiB and the header."""
+    state = {"m": {"a": torch.zeros(36 << 20, dtype=torch.uint8), "z": torch.ones(4 << 20).byte()}}
+    save(state, tmp_path / "a", comm=SoloComm())
+    asked: list[tuple[int, int]] = []
+    exact: list[int] = []
+    monkeypatch.setattr(_posix, "fetch", lambda fd, low, nbytes: asked.append((low, nbytes)))
+    monkeypatch.setattr(_posix, "read_no_further", exact.append)
+    template = {"m": {"a": torch.ones(36 << 20, dtype=torch.uint8)}}
+    load(template, tmp_path / "a", comm=SoloComm(), strict=False)
+    assert int(template["m"]["a"].max()) == 0
+    mib = 1 << 20
+    assert asked == [(0, 16 * mib), (16 * mib, 16 * mib), (32 * mib, 4 * mib + GRAIN_BYTES)]
+    assert len(exact) == 2  # to check, and to fill

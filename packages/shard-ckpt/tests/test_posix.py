@@ -47,3 +47,15 @@ def test_a_file_system_need_not_promise_space(
     _posix.resize(fd, 1 << 20)
     os.close(fd)
     assert (tmp_path / "f").stat().st_size == 1 << 20
+
+
+def test_advice_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    ends = os.pipe()  # which take no advice
+    try:
+        with pytest.raises(OSError, match="Illegal seek"):
+            os.posix_fadvise(ends[0], 0, 0, os.POSIX_FADV_RANDOM)
+        _posix.read_no_further(ends[0])
+        _posix.fetch(ends[0], 0, 10)
+    finally:
+        for fd in ends:
+            os.close(fd)

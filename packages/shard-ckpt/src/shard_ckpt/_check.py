@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from shard_ckpt import _posix
 from shard_ckpt._blocks import BLOCK_BYTES, Handle, read_exactly
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._errors import CheckpointError
@@ -84,7 +85,7 @@ def check_grains(
     """
     folding = folding_for(source)
     for file, runs in sorted(grains.items()):
-        with open_checked(source, file) as fd:
+        with open_checked(source, file, exact=True) as fd:
             for problem in problems_in(
                 source, file, fd=fd, runs=runs, folding=folding, progress=progress
             ):
@@ -108,15 +109,21 @@ def problems_in(
     progress: Progress | None = None,
 ) -> Iterator[str]:
     """Yield what is wrong with grains of an open file, at most one text per 16 MiB. Local."""
-    for first, stop in runs:
-        for at in range(first, stop, _PIECE_GRAINS):
-            end = min(at + _PIECE_GRAINS, stop)
-            problem = _piece_problem(source, file, fd, (at, end), folding)
-            if problem is not None:
-                yield problem
-            if progress is not None:
-                low, high = span_bytes(at, end, source.index.files[file].nbytes)
-                progress.advance(high - low)
+    pieces = [
+        (at, min(at + _PIECE_GRAINS, stop))
+        for first, stop in runs
+        for at in range(first, stop, _PIECE_GRAINS)
+    ]
+    spans = [span_bytes(*piece, source.index.files[file].nbytes) for piece in pieces]
+    for at, piece in enumerate(pieces):
+        if isinstance(fd, int):
+            for low, high in spans[at + 1 : at + 2] if at else spans[:2]:
+                _posix.fetch(fd, low, high - low)
+        problem = _piece_problem(source, file, fd, piece, folding)
+        if problem is not None:
+            yield problem
+        if progress is not None:
+            progress.advance(spans[at][1] - spans[at][0])
 
 
 def open_source(path: str | os.PathLike[str] | RemotePath) -> Source:
@@ -130,8 +137,13 @@ def open_source(path: str | os.PathLike[str] | RemotePath) -> Source:
 
 
 @contextmanager
-def open_checked(source: Source, file: int) -> Iterator[Handle]:
+def open_checked(source: Source, file: int, *, exact: bool = False) -> Iterator[Handle]:
     """Open a file for reading once its size is known to be right. Local.
+
+    Args:
+        source: the checkpoint.
+        file: which.
+        exact: nothing beyond what is asked for should be read from storage.
 
     Raises:
         CheckpointError: it is missing, has another size, or is not the file of the first time.
@@ -153,6 +165,8 @@ def open_checked(source: Source, file: int) -> Iterator[Handle]:
             )
         if source.seen.setdefault(file, identity) != identity:
             raise CheckpointError(f"{path}: changed while it was being read")
+        if exact and isinstance(fd, int):
+            _posix.read_no_further(fd)
         yield fd
     finally:
         if isinstance(fd, int):

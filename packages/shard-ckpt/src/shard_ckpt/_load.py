@@ -120,7 +120,7 @@ def load(
     checked = attempt(lambda: _check(mine, grains))
     agree(comm, checked, share=lambda _: None, timeout_s=timeout_s)
 
-    filled = attempt(lambda: fill(mine.source, mine.targets))
+    filled = attempt(lambda: fill(mine.source, mine.targets, exact=True))
     if filled.error is not None:
         logger.error("%s: reading failed after all checks; tensors are filled in part", path)
     agree(comm, filled, share=lambda _: None, timeout_s=timeout_s)

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
@@ -82,6 +83,18 @@ def rename(source: Path, target: Path) -> None:
 def unlink(path: Path) -> None:
     """Remove one file."""
     os.unlink(path)
+
+
+def read_no_further(fd: int) -> None:
+    """Ask the system to read from storage what is asked for, and nothing beyond it."""
+    with suppress(OSError):  # only advice
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def fetch(fd: int, offset: int, nbytes: int) -> None:
+    """Have the system begin to read bytes from storage that will be asked for soon."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def read_into(fd: int, views: Sequence[memoryview], offset: int) -> int:
