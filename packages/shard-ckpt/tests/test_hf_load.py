@@ -58,7 +58,8 @@ def test_a_rank_reads_only_what_it_holds(folder: Path, monkeypatch: pytest.Monke
     asked: list[int] = []
 
     def counting(fd: int, views: Sequence[memoryview], offset: int) -> int:
-        asked.append(sum(len(view) for view in views))
+        if offset > 8:  # else a header
+            asked.append(sum(len(view) for view in views))
         return read_into(fd, views, offset)
 
     def rank(comm: Comm) -> int:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._plan import (
     PART_BYTES,
     SPLIT_BYTES,
@@ -15,7 +16,7 @@ from shard_ckpt._plan import (
     plan_entries,
     shares_of,
 )
-from shard_ckpt._state import Leaf, flatten
+from shard_ckpt._state import flatten
 
 KIB, MIB = 1 << 10, 1 << 20
 

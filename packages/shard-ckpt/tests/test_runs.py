@@ -103,6 +103,7 @@ def test_equal_columns_are_one_overlap() -> None:
         ([Runs(0, 13, 3, 5)], r"nobody stored 6 of 15 elements"),
         ([Runs(0, 13, 3, 5), Runs(2, 14, 3, 5), Runs(4, 15, 3, 5)], r"from 0 on are stored twice"),
         ([Runs(0, 13, 3, 5), Runs(3, 10, 2, 5), Runs(12, 15), Runs(13, 14)], "from 10 on"),
+        ([Runs(0, 13, 3, 5), Runs(2, 14, 3, 5)], "from 0 on are stored twice"),  # as many, not all
         ([Runs(0, 13, 3, 5), Runs(3, 15, 3, 6)], r"different distances, \[5, 6\]"),
         ([Runs(0, 13, 3, 5), Runs(3, 20, 3, 5)], r"not within \[0, 15\)"),
         ([Runs(4, 11, 2, 5), Runs(0, 4), Runs(6, 9), Runs(11, 15)], "across a multiple of 5"),

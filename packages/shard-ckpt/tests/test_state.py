@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shard_ckpt import PerRank
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._runs import Runs
-from shard_ckpt._state import Leaf, flatten
+from shard_ckpt._state import flatten
 from shard_ckpt._values import PerRankRef, TensorRef
 from shard_comm import SoloComm, ThreadComm
 from shard_flat import ShardTensor, shard_tensor

@@ -19,13 +19,14 @@ from shard_ckpt._extras import encode_extras, write_extras
 from shard_ckpt._files import Origin, lay_out, write_section
 from shard_ckpt._grains import FileRecord
 from shard_ckpt._index import Index, Range, TensorRecord, check_coverage, link_ties
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._log import logger
 from shard_ckpt._naming import Naming, Rename
 from shard_ckpt._places import Place, place_of, size_of, sync_folder
 from shard_ckpt._plan import Holdings, digest_of, group_leaves, plan_entries, shares_of
 from shard_ckpt._remote import RemotePath
 from shard_ckpt._remote_draft import RemoteDraft, draft_for
-from shard_ckpt._state import Leaf, flatten
+from shard_ckpt._state import flatten
 from shard_ckpt._ties import declare_ties
 from shard_comm import Comm
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shard_ckpt._index import TensorId, TensorRecord
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._naming import Naming, Rename, stored_name, with_owner
-from shard_ckpt._state import Leaf
 
 
 class Lookup:

@@ -13,12 +13,12 @@ import torch
 from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._index import Index, TensorId, TensorRecord
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._log import logger
 from shard_ckpt._lookup import Lookup
 from shard_ckpt._naming import Rename
 from shard_ckpt._rename import check_patterns, is_picked
 from shard_ckpt._runs import Runs, overlaps
-from shard_ckpt._state import Leaf
 
 _NAMES_SHOWN = 5
 
@@ -141,15 +141,12 @@ def match(
 def _unfilled(leaves: Sequence[Leaf], found: Container[TensorId]) -> list[Leaf]:
     """Return the leaves that no stored tensor fills, under any of their names.
 
-    Of a piece without elements nobody can tell what it is one with; a rank that holds some does.
+    Of a piece without elements nobody can tell what it is one with: it counts as filled where any
+    such is. A rank that holds elements tells.
     """
     lacking = [leaf for leaf in leaves if leaf.id not in found]
     filled = {leaf.alias_key for leaf in leaves if leaf.id in found} if lacking else set()
-    return [
-        leaf
-        for leaf in lacking
-        if leaf.numel == 0 or (leaf.alias_key is not None and leaf.alias_key not in filled)
-    ]
+    return [leaf for leaf in lacking if leaf.numel == 0 or leaf.alias_key not in filled]
 
 
 def _tie_group(record: TensorRecord) -> tuple[str, TensorId]:

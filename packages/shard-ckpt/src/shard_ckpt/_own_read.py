@@ -15,10 +15,10 @@ from shard_ckpt._grains import grain_count
 from shard_ckpt._hf_folder import HF_SECTION, open_hf
 from shard_ckpt._index import TensorId, TensorRecord
 from shard_ckpt._lazy import LazyTensors
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._match import Target
 from shard_ckpt._places import Place
 from shard_ckpt._progress import Progress
-from shard_ckpt._state import Leaf
 from shard_ckpt._values import RankValues, TensorRef
 
 

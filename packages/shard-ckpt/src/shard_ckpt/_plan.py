@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shard_ckpt._json import canonical_json
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._runs import Runs
-from shard_ckpt._state import Leaf
 
 SPLIT_BYTES = 1 << 20
 """Replicated tensors of at least this size are cut over ranks."""

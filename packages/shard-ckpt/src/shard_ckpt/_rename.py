@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from shard_ckpt._state import Leaf
+from shard_ckpt._leaf import Leaf
 
 
 def check_patterns(only: Sequence[str] | None, leaves: Iterable[Leaf]) -> None:

@@ -11,9 +11,9 @@ import torch
 from shard_ckpt._commit import Prepared
 from shard_ckpt._files import order_entries, pieces_of
 from shard_ckpt._index import TensorId
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._memory import joined_runs
 from shard_ckpt._plan import Entry, Holdings, Share, plan_entries
-from shard_ckpt._state import Leaf
 from shard_comm import Comm
 
 _ALIGNMENT = 4096

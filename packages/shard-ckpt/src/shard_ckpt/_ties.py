@@ -10,9 +10,10 @@ import torch
 from shard_ckpt._check import Source
 from shard_ckpt._collector import collector_paused
 from shard_ckpt._fill import fill
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._match import Target
 from shard_ckpt._memory import bytes_of, flat_range
-from shard_ckpt._state import FlatState, Leaf
+from shard_ckpt._state import FlatState
 from shard_ckpt._values import TensorRef
 
 WINDOW_BYTES = 4 << 20
