@@ -306,7 +306,7 @@ def test_an_index_of_column_cuts_on_1024_ranks_takes_under_a_second() -> None:
                     place = Range(start, stop, 0, offset, times, stride)
                     ranges.append((group * 20 + at, place))
                     offset += runs.numel * 4
-        manifests.append(Manifest((FileRecord(f"r{rank}", offset, (0,)),), tuple(ranges)))
+        manifests.append(Manifest((FileRecord(f"r{rank}", offset, b""),), tuple(ranges)))
     started = time.process_time()
     index = build_index(leaves, "id", manifests=manifests)
     assert time.process_time() - started < 1.0
