@@ -82,7 +82,7 @@ def test_only_markers_count_and_the_reason_is_logged_once(
     assert len(messages) == 3
     assert "step-00000002: skipped: " in messages[0]
     assert "no COMMITTED marker" in messages[0]
-    assert "expected format version 1, got None" in messages[1]
+    assert "expected format version 2, got None" in messages[1]
     assert "step-00000004: skipped: " in messages[2]
 
 

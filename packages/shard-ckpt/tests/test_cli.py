@@ -68,8 +68,8 @@ def test_ls_goes_on_past_damaged_markers(run_dir: Path, capsys: pytest.CaptureFi
     assert status == 0
     assert [row["name"][-2:] for row in table["checkpoints"]] == ["30", "40"]
     skipped = {row["name"]: row["reason"] for row in table["skipped"]}
-    assert "expected format version 1, got None" in skipped["best"]
-    assert "expected format version 1, got None" in skipped["step-00000010"]
+    assert "expected format version 2, got None" in skipped["best"]
+    assert "expected format version 2, got None" in skipped["step-00000010"]
 
 
 def test_inspect(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

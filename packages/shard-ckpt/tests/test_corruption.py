@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from shard_ckpt import CheckpointError, PerRank, _blocks, _check, load, save, verify
+from shard_ckpt import CheckpointError, PerRank, _check, _posix, load, save, verify
+from shard_ckpt._grains import GRAIN_BYTES, grain_count
 from shard_ckpt._index import encode_index, parse_index
 from shard_ckpt._marker import encode_marker, marker_for
-from shard_comm import Comm
+from shard_comm import Comm, SoloComm
 from shard_flat import shard_tensor
 from shard_testing import run_threads
 
@@ -221,7 +222,7 @@ def test_an_index_with_a_tensor_that_no_file_holds(path: Path) -> None:
 def test_a_file_that_changes_after_it_was_checked(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check = _check.check_blocks
+    check = _check.check_grains
 
     def then_replace(*args: Any) -> None:
         check(*args)
@@ -229,7 +230,7 @@ def test_a_file_that_changes_after_it_was_checked(
         (path / "new").write_bytes(data)
         (path / "new").rename(path / MODEL)
 
-    monkeypatch.setattr("shard_ckpt._load.check_blocks", then_replace)
+    monkeypatch.setattr("shard_ckpt._load.check_grains", then_replace)
 
     def rank(comm: Comm) -> str:
         with pytest.raises(CheckpointError) as caught:
@@ -240,27 +241,9 @@ def test_a_file_that_changes_after_it_was_checked(
     assert f"{MODEL}: changed while it was being read" in error
 
 
-def test_each_block_is_checked_by_one_rank_that_needs_it() -> None:
-    needs: list[_check.Intervals] = [{0: [(0, 2)]}, {0: [(2, 3)], 1: [(0, 0)]}, {0: [(0, 0)]}]
-    dealt = [_check.own_blocks(needs, rank) for rank in range(3)]
-    checked = sorted((file, b) for own in dealt for file, blocks in own.items() for b in blocks)
-    assert checked == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
-    for rank, own in enumerate(dealt):
-        for file, blocks in own.items():
-            for block in blocks:
-                assert any(first <= block <= last for first, last in needs[rank][file])
-
-
-def test_blocks_that_the_same_ranks_need_are_dealt_in_runs() -> None:
-    needs: list[_check.Intervals] = [{0: [(0, 3)]}, {}, {0: [(0, 3)]}]
-    assert [_check.own_blocks(needs, rank) for rank in range(3)] == [{0: [0, 1]}, {}, {0: [2, 3]}]
-
-
-def test_only_blocks_that_are_needed_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three blocks of 16 MiB, damage in the last: whoever does not need that block loads."""
-    numel = 3 * _blocks.BLOCK_BYTES
+def test_only_what_is_needed_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three grains of 256 KiB, damage in the last: whoever does not need that grain loads."""
+    numel = 3 * GRAIN_BYTES
     state = {"m": {"a": torch.zeros(numel - 10, dtype=torch.uint8), "z": torch.ones(10)}}
 
     def saved(comm: Comm) -> None:
@@ -279,3 +262,47 @@ def test_only_blocks_that_are_needed_are_checked(
     assert run_threads(loaded, 1, "z") == [[1.0, 1.0]]
     with pytest.raises(CheckpointError, match="they hold m: a"):
         run_threads(loaded, 1, "a")
+
+
+def test_altered_grains_are_named_to_the_byte(tmp_path: Path) -> None:
+    """Of 20 MiB, in pieces of 16 MiB: one bit in the second grain, one in the last but one."""
+    save({"m": {"a": torch.zeros(20 << 20, dtype=torch.uint8)}}, tmp_path / "a", comm=SoloComm())
+    file = tmp_path / "a" / "m-r00000-of-00001.safetensors"
+    grains = grain_count(file.stat().st_size)
+    for grain in (1, grains - 2):
+        flip(file, grain * GRAIN_BYTES * 8 + 3)
+    problems = verify(tmp_path / "a")
+    assert [line.split(": ")[1].split(" are")[0] for line in problems] == [
+        f"bytes {GRAIN_BYTES} to {2 * GRAIN_BYTES}",
+        f"bytes {(grains - 2) * GRAIN_BYTES} to {(grains - 1) * GRAIN_BYTES}",
+    ]
+
+
+def test_a_header_is_checked_beyond_its_first_grain(tmp_path: Path) -> None:
+    state = {"m": {f"{'n' * 500}.{at}": torch.ones(1) for at in range(1000)}}
+    save(state, tmp_path / "a", comm=SoloComm())
+    file = tmp_path / "a" / "m-r00000-of-00001.safetensors"
+    at = file.read_bytes().index(b'n.7\\",\\"shape') - 200  # in the metadata, not the table
+    assert at > GRAIN_BYTES
+    flip(file, at * 8)
+    wanted = {"m": {next(iter(state["m"])): torch.zeros(1)}}
+    with pytest.raises(CheckpointError, match="they hold the header"):
+        load(wanted, tmp_path / "a", comm=SoloComm(), strict=False)
+
+
+def test_what_is_needed_next_is_asked_for_ahead_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 MiB in one file, of which a rank needs the first 36 MiB and the header."""
+    state = {"m": {"a": torch.zeros(36 << 20, dtype=torch.uint8), "z": torch.ones(4 << 20).byte()}}
+    save(state, tmp_path / "a", comm=SoloComm())
+    asked: list[tuple[int, int]] = []
+    exact: list[int] = []
+    monkeypatch.setattr(_posix, "fetch", lambda fd, low, nbytes: asked.append((low, nbytes)))
+    monkeypatch.setattr(_posix, "read_no_further", exact.append)
+    template = {"m": {"a": torch.ones(36 << 20, dtype=torch.uint8)}}
+    load(template, tmp_path / "a", comm=SoloComm(), strict=False)
+    assert int(template["m"]["a"].max()) == 0
+    mib = 1 << 20
+    assert asked == [(0, 16 * mib), (16 * mib, 16 * mib), (32 * mib, 4 * mib + GRAIN_BYTES)]
+    assert len(exact) == 2  # to check, and to fill

@@ -18,7 +18,7 @@ from shard_ckpt._index import Index
 from shard_ckpt._marker import read_index
 
 ID = "0123456789abcdef" * 2
-INDEX = Index(ID, 1, {}, (FileRecord("a.safetensors", 0, ()),))
+INDEX = Index(ID, 1, {}, (FileRecord("a.safetensors", 0, b""),))
 
 HOLD_AND_WAIT = """
 import sys

@@ -238,7 +238,7 @@ def test_a_large_matrix_cut_by_columns_has_a_small_index(tmp_path: Path) -> None
 
     run_threads(rank, 4)
     assert len(record_of(tmp_path / "a", "w").ranges) == 4
-    assert len((tmp_path / "a" / "index.json").read_bytes()) < 1500
+    assert len((tmp_path / "a" / "index.json").read_bytes()) < 3500
     assert max(file.stat().st_size for file in (tmp_path / "a").iterdir()) == 4096 + (16 << 20)
     template = torch.zeros(4096, 4096, dtype=torch.int32)
     load({"m": {"w": template}}, tmp_path / "a", comm=SoloComm())
@@ -306,7 +306,7 @@ def test_an_index_of_column_cuts_on_1024_ranks_takes_under_a_second() -> None:
                     place = Range(start, stop, 0, offset, times, stride)
                     ranges.append((group * 20 + at, place))
                     offset += runs.numel * 4
-        manifests.append(Manifest((FileRecord(f"r{rank}", offset, (0,)),), tuple(ranges)))
+        manifests.append(Manifest((FileRecord(f"r{rank}", offset, b""),), tuple(ranges)))
     started = time.process_time()
     index = build_index(leaves, "id", manifests=manifests)
     assert time.process_time() - started < 1.0

@@ -267,6 +267,20 @@ def test_two_exports_into_one_folder(
     assert os.listdir(folder) == ["model.safetensors"]
 
 
+def test_nothing_is_synced_where_nobody_asks(
+    ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("synced")
+
+    (tmp_path / "hf").mkdir()
+    monkeypatch.setattr(_posix, "fsync", never)
+    monkeypatch.setattr(_posix, "sync_folder", never)
+    made = export_hf(ckpt, tmp_path / "hf", max_shard_size=400, durable=False)
+    assert sorted(os.listdir(tmp_path / "hf")) == sorted(made)
+    assert_same(read_folder(tmp_path / "hf"), expected())
+
+
 def test_files_without_data_are_durable_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shard_ckpt import CheckpointError, FileRecord, Range, TensorRecord
-from shard_ckpt._blocks import BLOCK_BYTES
+from shard_ckpt._grains import GRAIN_BYTES
 from shard_ckpt._index import Index, check_coverage, encode_index, link_ties, parse_index
 
-FILES = (FileRecord("a.safetensors", 5000, (1,)), FileRecord("b.safetensors", 6000, (2,)))
+FILES = (
+    FileRecord("a.safetensors", 5000, b"\0\0\0\1"),
+    FileRecord("b.safetensors", 6000, b"\0\0\0\2"),
+)
 W = TensorRecord("model", "w", "F32", (2, 3), (Range(0, 4, 0, 4096), Range(4, 6, 1, 4096)))
 E = TensorRecord("model", "e", "I64", (0, 3), (Range(0, 0, 1, 4104),))
 S = TensorRecord("optim", "w#step", "F32", (), (Range(0, 1, 1, 4104),))
@@ -80,16 +83,18 @@ def changed(path: list[Any], value: Any) -> bytes:
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (["version"], 2, "expected format version 1, got 2"),
+        (["version"], 1, "expected format version 2, got 1"),
         (["save_id"], 7, "save_id or world_size"),
         (["world_size"], -1, "save_id or world_size"),
         (["files"], {}, "outside of the files listed"),
         (["files", 0, "name"], "../a", "not the name of a file in this folder"),
         (["files", 0, "name"], ".a", "not the name of a file in this folder"),
         (["files", 0, "name"], "b.safetensors", "a file is listed twice"),
-        (["files", 0, "bytes"], -1, "not counts"),
-        (["files", 0, "bytes"], BLOCK_BYTES + 1, "expected 2 checksums, got 1"),
-        (["files", 0, "crc32"], [1.5], "not counts"),
+        (["files", 0, "bytes"], -1, "of the wrong type"),
+        (["files", 0, "bytes"], GRAIN_BYTES + 1, "expected 2 checksums of 8"),
+        (["files", 0, "crc32"], [15], "of the wrong type"),
+        (["files", 0, "crc32"], "0123456x", "non-hexadecimal"),
+        (["files", 0, "crc32"], "012345  ", "expected 1 checksums of 8 digits"),
         (["tensors", "model", "w", "dtype"], "F99", "model: w: unknown dtype 'F99'"),
         (["tensors", "model", "w", "dtype"], ["F32"], "not laid out as an index"),
         (["tensors", "model", "w", "shape"], [2, -3], "model: w: shape or ranges"),

@@ -8,7 +8,7 @@ from shard_ckpt import CheckpointError, FileRecord
 from shard_ckpt._index import Index, encode_index
 from shard_ckpt._marker import encode_marker, marker_for, read_index, read_marker
 
-INDEX = Index("cafe", 2, {}, (FileRecord("a.safetensors", 5000, (1,)),))
+INDEX = Index("cafe", 2, {}, (FileRecord("a.safetensors", 5000, b"crcs"),))
 
 
 @pytest.fixture
@@ -70,6 +70,6 @@ def test_a_shortened_marker_is_seen(folder: Path, cut: int) -> None:
 
 def test_another_versions_marker_is_named(folder: Path) -> None:
     path = folder / "COMMITTED"
-    path.write_bytes(path.read_bytes().replace(b'"version":1', b'"version":9'))
-    with pytest.raises(CheckpointError, match="expected format version 1, got 9"):
+    path.write_bytes(path.read_bytes().replace(b'"version":2', b'"version":9'))
+    with pytest.raises(CheckpointError, match="expected format version 2, got 9"):
         read_marker(folder)

@@ -113,7 +113,7 @@ def test_files_under_other_names_are_refused(path: Path) -> None:
     [
         (b'\\"start\\":20', b'\\"start\\":19', "is not what it is described as"),
         (b'\\"fqn\\":\\"w\\"', b'\\"fqm\\":\\"w\\"', "is not described"),
-        (b'"version":"1"', b'"version":"2"', "not of a checkpoint of format version 1"),
+        (b'"version":"2"', b'"version":"1"', "not of a checkpoint of format version 2"),
         (b'"rank":"1"', b'"rank":"x"', "does not say which rank and section it is from"),
         (b'\\"w@20:35\\":', b'\\"x@20:35\\":', "describes other tensors than it holds"),
     ],

@@ -1,12 +1,12 @@
 """Distributed safetensors checkpoints that any number of ranks can read."""
 
 from shard_ckpt._async import SaveHandle, save_async
-from shard_ckpt._blocks import FileRecord
 from shard_ckpt._checkpointer import Checkpointer
 from shard_ckpt._cli import main
 from shard_ckpt._convert import convert
 from shard_ckpt._diff import Difference, diff
 from shard_ckpt._errors import CheckpointError
+from shard_ckpt._grains import FileRecord
 from shard_ckpt._hf_export import export_hf
 from shard_ckpt._hf_load import load_hf
 from shard_ckpt._index import Range, TensorRecord

@@ -1,40 +1,25 @@
-"""Files as runs of checksummed blocks."""
+"""Files as runs of blocks, which are written and read in one call each."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from shard_ckpt import _posix
 from shard_ckpt._behind import Behind
-from shard_ckpt._crc import crc32
+from shard_ckpt._grains import FileRecord, GrainSums
 from shard_ckpt._places import Place
 from shard_ckpt._remote import RemoteFile, RemotePath, RemoteSink
 
 BLOCK_BYTES = 16 << 20
-"""A checksum stands for this many bytes of a file; the last block may be shorter."""
+"""This much of a file is written in one call, or asked of a store; the last may be shorter."""
 
 _MAX_VIEWS = 512  # below every system's limit on views in one call
 
 
 Handle = int | RemoteFile
 """A file opened for reading: a descriptor of this system, or a key of an object store."""
-
-
-class FileRecord(NamedTuple):
-    """What the index says of a file.
-
-    Attributes:
-        name: within the checkpoint's folder.
-        nbytes: its size.
-        crcs: CRC-32 of each block.
-    """
-
-    name: str
-    nbytes: int
-    crcs: tuple[int, ...]
 
 
 class BlockWriter:
@@ -59,8 +44,7 @@ class BlockWriter:
         self._pending: list[memoryview] = []
         self._owners: list[object] = []
         self._room = BLOCK_BYTES
-        self._crc = 0
-        self._crcs: list[int] = []
+        self._sums = GrainSums()
         self._nbytes = 0
 
     def feed(self, view: memoryview, *, owner: object = None) -> None:
@@ -75,7 +59,7 @@ class BlockWriter:
         while at < len(view):
             part = view[at : at + self._room]
             at += len(part)
-            self._crc = crc32(part, self._crc)
+            self._sums.feed(part)
             self._pending.append(part)
             self._room -= len(part)
             self._nbytes += len(part)
@@ -93,12 +77,12 @@ class BlockWriter:
 
     def finish(self) -> FileRecord:
         """Make the file durable and close it. Local."""
-        self._feed_ends()
+        self.flush()
         return self._seal()
 
     def finish_behind(self) -> Behind[FileRecord]:
         """Hand everything to the system and make it durable while the caller goes on. Local."""
-        self._feed_ends()
+        self.flush()
         return Behind(self._seal)
 
     def abandon(self) -> None:
@@ -111,11 +95,6 @@ class BlockWriter:
             self._sink.abandon()
         self._pending, self._owners = [], []
 
-    def _feed_ends(self) -> None:
-        self.flush()
-        if self._room < BLOCK_BYTES:
-            self._crcs.append(self._crc)
-
     def _seal(self) -> FileRecord:
         self._check_open()
         try:
@@ -124,7 +103,7 @@ class BlockWriter:
             self.abandon()
             raise self._named(exc) from exc
         self._open = False
-        return FileRecord(self._path.name, self._nbytes, tuple(self._crcs))
+        return FileRecord(self._path.name, self._nbytes, self._sums.finish())
 
     def _write(self, views: list[memoryview]) -> None:
         self._check_open()
@@ -157,8 +136,6 @@ class BlockWriter:
             raise AssertionError(f"{self._path}: written to after it was closed")
 
     def _end_block(self) -> None:
-        self._crcs.append(self._crc)
-        self._crc = 0
         self._room = BLOCK_BYTES
         self._write_behind()
 

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from shard_ckpt._blocks import BLOCK_BYTES, Handle, block_range, read_exactly
-from shard_ckpt._collector import collector_paused
-from shard_ckpt._crc import crc32
+from shard_ckpt import _posix
+from shard_ckpt._blocks import BLOCK_BYTES, Handle, read_exactly
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import is_extras
 from shard_ckpt._files import TENSOR_SUFFIX, entry_key, entry_shape
+from shard_ckpt._fold import WINDOW_BYTES, Folding
+from shard_ckpt._grains import GRAIN_BYTES, Spans, span_bytes
 from shard_ckpt._header import Header, header_length, parse_header
 from shard_ckpt._index import Index, TensorRecord
 from shard_ckpt._marker import find_index
-from shard_ckpt._match import Read
 from shard_ckpt._places import Place, names_in, place_of
+from shard_ckpt._progress import Progress
 from shard_ckpt._remote import RemoteFile, RemotePath
 
-CHECK_BYTES = 512 << 10
-"""How much is read at a time to be checked: little enough to stay in a core's cache."""
-
-Intervals = dict[int, list[tuple[int, int]]]
-"""Per file: sorted disjoint runs of blocks, first and last."""
+_PIECE_GRAINS = BLOCK_BYTES // GRAIN_BYTES  # checked together
 
 _NAMES_SHOWN = 3
 
@@ -69,76 +66,64 @@ class Source:
                 result.setdefault(part.file, []).append((record, entry))
         return result
 
-
-@collector_paused()
-def blocks_of(reads: Iterable[Read]) -> Intervals:
-    """Return the blocks that reads touch, and each file's first, which holds the header. Local."""
-    touched: dict[int, list[tuple[int, int]]] = {}
-    for read in reads:
-        runs = touched.setdefault(read.file, [(0, 0)])
-        if read.nbytes:
-            last = (read.offset + read.nbytes - 1) // BLOCK_BYTES
-            runs.append((read.offset // BLOCK_BYTES, last))
-    return {file: _merged(runs) for file, runs in touched.items()}
+    def data_start(self, file: int) -> int:
+        """Return how many bytes of a file its header has; all of them if it holds no tensors."""
+        offsets = (entry.offset for _, entry in self.entries.get(file, ()))
+        return min(offsets, default=self.index.files[file].nbytes)
 
 
-def own_blocks(needs: Sequence[Intervals], rank: int) -> dict[int, list[int]]:
-    """Deal the blocks that ranks need to ranks that need them, each to exactly one.
-
-    Of the blocks of a file that the same ranks need, each of these gets an equal run: of four
-    blocks that ranks 0 and 2 need, rank 0 the first two, rank 2 the others.
-
-    Args:
-        needs: every rank's ``blocks_of``.
-        rank: whose blocks to return.
-
-    Returns:
-        Per file, sorted block numbers.
-
-    **Collective**: local; every rank computes the same dealing.
-    """
-    result = {}
-    for file, runs in needs[rank].items():
-        needers: dict[int, list[int]] = {
-            block: [] for first, last in runs for block in range(first, last + 1)
-        }
-        for other, theirs in enumerate(needs):
-            for first, last in theirs.get(file, ()):
-                for block in range(first, last + 1):
-                    if block in needers:
-                        needers[block].append(other)
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for block, others in sorted(needers.items()):
-            alike.setdefault(tuple(others), []).append(block)
-        mine = []
-        for sharers, blocks in alike.items():
-            # odd ones out go to another rank from file to file
-            part, parts = (sharers.index(rank) + file) % len(sharers), len(sharers)
-            mine += blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
-        if mine:
-            result[file] = sorted(mine)
-    return result
-
-
-def check_blocks(source: Source, blocks: Mapping[int, Sequence[int]]) -> None:
-    """Read blocks and hold them against the index; with a file's first block, its header. Local.
+def check_grains(
+    source: Source, grains: Mapping[int, Spans], *, progress: Progress | None = None
+) -> None:
+    """Read grains and hold them against the index; with a file's first, its header. Local.
 
     Raises:
-        CheckpointError: a file is missing, has another size, a block another checksum, or the
+        CheckpointError: a file is missing, has another size, a grain another checksum, or the
             header says something else than the index.
 
-    **Memory**: 512 KiB; from object stores 32 MiB.
+    **Memory**: 2 MiB; from object stores 32 MiB.
     """
-    remote = isinstance(source.folder, RemotePath)  # where a request costs more than memory
-    buffer = bytearray(BLOCK_BYTES if remote else CHECK_BYTES)
-    for file, numbers in sorted(blocks.items()):
-        with open_checked(source, file) as fd:
-            for block in numbers:
-                problem = block_problem(source, file, fd=fd, block=block, buffer=buffer)
-                if problem is not None:
-                    raise CheckpointError(problem)
-            if numbers[0] == 0:
+    folding = folding_for(source)
+    for file, runs in sorted(grains.items()):
+        with open_checked(source, file, exact=True) as fd:
+            for problem in problems_in(
+                source, file, fd=fd, runs=runs, folding=folding, progress=progress
+            ):
+                raise CheckpointError(problem)
+            if runs[0][0] == 0:
                 check_header(source, file, fd=fd)
+
+
+def folding_for(source: Source, *, window_bytes: int = WINDOW_BYTES) -> Folding:
+    """Return what bytes of a checkpoint can pass through: more where requests are dear. Local."""
+    return Folding(BLOCK_BYTES if isinstance(source.folder, RemotePath) else window_bytes)
+
+
+def problems_in(
+    source: Source,
+    file: int,
+    *,
+    fd: Handle,
+    runs: Spans,
+    folding: Folding,
+    progress: Progress | None = None,
+) -> Iterator[str]:
+    """Yield what is wrong with grains of an open file, at most one text per 16 MiB. Local."""
+    pieces = [
+        (at, min(at + _PIECE_GRAINS, stop))
+        for first, stop in runs
+        for at in range(first, stop, _PIECE_GRAINS)
+    ]
+    spans = [span_bytes(*piece, source.index.files[file].nbytes) for piece in pieces]
+    for at, piece in enumerate(pieces):
+        if isinstance(fd, int):
+            for low, high in spans[at + 1 : at + 2] if at else spans[:2]:
+                _posix.fetch(fd, low, high - low)
+        problem = _piece_problem(source, file, fd, piece, folding)
+        if problem is not None:
+            yield problem
+        if progress is not None:
+            progress.advance(spans[at][1] - spans[at][0])
 
 
 def open_source(path: str | os.PathLike[str] | RemotePath) -> Source:
@@ -152,8 +137,13 @@ def open_source(path: str | os.PathLike[str] | RemotePath) -> Source:
 
 
 @contextmanager
-def open_checked(source: Source, file: int) -> Iterator[Handle]:
+def open_checked(source: Source, file: int, *, exact: bool = False) -> Iterator[Handle]:
     """Open a file for reading once its size is known to be right. Local.
+
+    Args:
+        source: the checkpoint.
+        file: which.
+        exact: nothing beyond what is asked for should be read from storage.
 
     Raises:
         CheckpointError: it is missing, has another size, or is not the file of the first time.
@@ -175,6 +165,8 @@ def open_checked(source: Source, file: int) -> Iterator[Handle]:
             )
         if source.seen.setdefault(file, identity) != identity:
             raise CheckpointError(f"{path}: changed while it was being read")
+        if exact and isinstance(fd, int):
+            _posix.read_no_further(fd)
         yield fd
     finally:
         if isinstance(fd, int):
@@ -188,28 +180,51 @@ def _size_and_identity(fd: Handle) -> tuple[int, tuple[object, ...]]:
     return stat.st_size, (stat.st_dev, stat.st_ino, stat.st_mtime_ns)
 
 
-def block_problem(
-    source: Source, file: int, *, fd: Handle, block: int, buffer: bytearray
+def _piece_problem(
+    source: Source, file: int, fd: Handle, piece: tuple[int, int], folding: Folding
 ) -> str | None:
-    """Return what is wrong with one block of an open file; None if nothing is.
-
-    The block passes through ``buffer``, of any size, piece by piece. Local.
-    """
     record = source.index.files[file]
-    low, high = block_range(block, record.nbytes)
-    path = source.folder / record.name
-    found = 0
-    for at in range(low, high, len(buffer)):
-        view = memoryview(buffer)[: min(len(buffer), high - at)]
-        if not read_exactly(fd, [view], offset=at):
-            return f"{path}: ends before byte {high}, expected {record.nbytes} bytes"
-        found = crc32(view, found)
-    if found == record.crcs[block]:
+    found = _crc_of(source, file, fd, piece, folding)
+    if found == record.crc(*piece):
         return None
+    return altered(source, file, fd=fd, piece=piece)
+
+
+def altered(source: Source, file: int, *, fd: Handle, piece: tuple[int, int]) -> str:
+    """Say which of some grains are not what the index says, and what they hold. Local."""
+    record = source.index.files[file]
+    path = source.folder / record.name
+    folding = Folding()
+    wrong = [
+        grain
+        for grain in range(*piece)
+        if _crc_of(source, file, fd, (grain, grain + 1), folding) != record.crc(grain, grain + 1)
+    ]
+    if not wrong:
+        return f"{path}: changed while it was being read"
+    first, stop = wrong[0], wrong[-1] + 1
+    low, high = span_bytes(first, stop, record.nbytes)
+    found = _crc_of(source, file, fd, (first, stop), folding)
+    if found is None:
+        return f"{path}: ends before byte {high}, expected {record.nbytes} bytes"
     return (
-        f"{path}: bytes {low} to {high} are altered: expected CRC-32 {record.crcs[block]:08x}, got "
-        f"{found:08x}; they hold {_holds(source, file, low, high)}"
+        f"{path}: bytes {low} to {high} are altered: expected CRC-32 {record.crc(first, stop):08x},"
+        f" got {found:08x}; they hold {_holds(source, file, low, high)}"
     )
+
+
+def _crc_of(
+    source: Source, file: int, fd: Handle, piece: tuple[int, int], folding: Folding
+) -> int | None:
+    """Return the checksum of grains as they are; None where the file ends before."""
+    low, high = span_bytes(*piece, source.index.files[file].nbytes)
+    folding.restart()
+    for at in range(low, high, len(folding.view)):
+        view = folding.view[: high - at]
+        if not read_exactly(fd, [view], offset=at):
+            return None
+        folding.absorb(len(view))
+    return folding.value()
 
 
 def check_header(source: Source, file: int, *, fd: Handle) -> None:
@@ -260,17 +275,7 @@ def _holds(source: Source, file: int, low: int, high: int) -> str:
         for record, entry in source.entries.get(file, ())
         if entry.offset < high and entry.offset + entry.nbytes > low
     ]
-    if low == 0 and source.index.files[file].name.endswith(TENSOR_SUFFIX):
+    if low < source.data_start(file) and source.index.files[file].name.endswith(TENSOR_SUFFIX):
         names.insert(0, "the header")
     shown = ", ".join(names[:_NAMES_SHOWN]) or "values that are not tensors"
     return shown + (f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else "")
-
-
-def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    result: list[tuple[int, int]] = []
-    for first, last in sorted(runs):
-        if result and first <= result[-1][1] + 1:
-            result[-1] = (result[-1][0], max(last, result[-1][1]))
-        else:
-            result.append((first, last))
-    return result

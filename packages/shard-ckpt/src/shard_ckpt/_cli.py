@@ -139,6 +139,7 @@ def _add_export(arguments: _Arguments) -> None:
     arguments.option("--max-shard-size", "SIZE", "bytes per file (default: 5GB)", default="5GB")
     arguments.option("--section", "NAME", "which section (default: model)", default="model")
     arguments.option("--cast", "DTYPE", "convert floating-point tensors, to bf16 say", type=_dtype)
+    arguments.flag("--no-sync", "do not wait until the files are durable")
     arguments.option("--prefix", "TEXT", "what to take off the front of names", default="")
     arguments.option(
         "--strip", "COMPONENT", "a component to leave out of names", action="append", default=[]
@@ -186,6 +187,7 @@ def _export(options: argparse.Namespace) -> Reply:
         max_shard_size=options.max_shard_size,
         section=options.section,
         cast=options.cast,
+        durable=not options.no_sync,
         names=names,
     )
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from shard_ckpt._agree import Outcome, agree, attempt
 from shard_ckpt._behind import Behind
-from shard_ckpt._blocks import FileRecord
 from shard_ckpt._collector import collector_paused
 from shard_ckpt._draft import Draft, draft_path
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import encode_extras, write_extras
 from shard_ckpt._files import Origin, lay_out, write_section
+from shard_ckpt._grains import FileRecord
 from shard_ckpt._index import Index, Range, TensorRecord, check_coverage, link_ties
 from shard_ckpt._leaf import Leaf
 from shard_ckpt._log import logger

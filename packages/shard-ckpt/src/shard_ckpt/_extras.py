@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shard_ckpt._blocks import BLOCK_BYTES, FileRecord, write_file
+from shard_ckpt._blocks import write_file
 from shard_ckpt._collector import collector_paused
-from shard_ckpt._crc import crc32
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._files import Origin
+from shard_ckpt._grains import FileRecord, sums_of
 from shard_ckpt._index import FORMAT_VERSION, Index, check_version
 from shard_ckpt._json import canonical_json, strict_loads
 from shard_ckpt._places import Place
@@ -133,11 +133,11 @@ def _read(folder: Place, index: Index, rank: int) -> dict[str, Any]:
         raw = path.read_bytes()
     except FileNotFoundError as exc:
         raise CheckpointError(f"{path}: missing, though the index lists it") from exc
-    crcs = tuple(crc32(raw[low : low + BLOCK_BYTES]) for low in range(0, len(raw), BLOCK_BYTES))
+    crcs = sums_of(raw)
     if len(raw) != record.nbytes or crcs != record.crcs:
         raise CheckpointError(
-            f"{path}: altered: expected {record.nbytes} bytes with CRC-32 {record.crcs}, got "
-            f"{len(raw)} with {crcs}"
+            f"{path}: altered: expected {record.nbytes} bytes with CRC-32 {record.crcs.hex()}, got "
+            f"{len(raw)} with {crcs.hex()}"
         )
     table = strict_loads(raw, label=str(path))
     check_version(table, str(path))

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from shard_ckpt._behind import Behind
-from shard_ckpt._blocks import BlockWriter, FileRecord
+from shard_ckpt._blocks import BlockWriter
 from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import header_shape
+from shard_ckpt._grains import FileRecord
 from shard_ckpt._header import HeaderEntry, encode_header
 from shard_ckpt._index import FORMAT_VERSION, Range, TensorId
 from shard_ckpt._json import canonical_json

@@ -19,10 +19,16 @@ from shard_ckpt._staging import Windows
 _ALIGNMENT = 16  # no dtype is wider
 
 
-def fill(source: Source, targets: Sequence[Target]) -> None:
+def fill(source: Source, targets: Sequence[Target], *, exact: bool = False) -> None:
     """Read every target's elements into it, in the order in which they lie in files. Local.
 
     Host tensors that are contiguous and of the stored dtype are read into directly.
+
+    Args:
+        source: the checkpoint.
+        targets: what to fill.
+        exact: nothing but these elements should be read from storage. For files that were checked
+            just now and lie in the page cache; others are read faster without.
 
     Raises:
         CheckpointError: a file changed or got shorter since it was checked.
@@ -35,13 +41,13 @@ def fill(source: Source, targets: Sequence[Target]) -> None:
     direct = [target for target in flat if _is_direct(target)]
     staged = [target for target in flat if not _is_direct(target)]
     with torch.inference_mode():  # so that inference tensors can be filled too
-        _read_direct(source, _sorted_reads(direct))
+        _read_direct(source, _sorted_reads(direct), exact)
         by_device = sorted(staged, key=lambda target: str(target.leaf.tensor.device))
         for device, group in groupby(by_device, key=lambda target: target.leaf.tensor.device):
-            _read_staged(source, _sorted_reads(group), device)
+            _read_staged(source, _sorted_reads(group), device, exact)
         for target in targets:
             if not is_flat(target.leaf.tensor):
-                _fill_scattered(source, target)
+                _fill_scattered(source, target, exact)
     _count_writes(targets)
 
 
@@ -56,9 +62,9 @@ def _sorted_reads(targets: Iterable[Target]) -> list[Read]:
     return sorted(reads, key=lambda read: (read.file, read.offset))
 
 
-def _read_direct(source: Source, reads: Sequence[Read]) -> None:
+def _read_direct(source: Source, reads: Sequence[Read], exact: bool) -> None:
     for file, group in groupby(reads, key=lambda read: read.file):
-        with open_checked(source, file) as fd:
+        with open_checked(source, file, exact=exact) as fd:
             for run in _consecutive(group):
                 views = []
                 for read in run:
@@ -68,10 +74,10 @@ def _read_direct(source: Source, reads: Sequence[Read]) -> None:
                 _read(source, file, fd, views, run[0].offset)
 
 
-def _read_staged(source: Source, reads: Sequence[Read], device: torch.device) -> None:
+def _read_staged(source: Source, reads: Sequence[Read], device: torch.device, exact: bool) -> None:
     windows = Windows(device)
     for file, group in groupby(reads, key=lambda read: read.file):
-        with open_checked(source, file) as fd:
+        with open_checked(source, file, exact=exact) as fd:
             for run in _consecutive(group):
                 _stage_run(source, file, fd, run, windows)
     windows.drain()
@@ -110,11 +116,11 @@ def _copy_part(read: Read, part: torch.Tensor, offset: int) -> None:
     target.copy_(values, non_blocking=target.device.type == "cuda")
 
 
-def _fill_scattered(source: Source, target: Target) -> None:
+def _fill_scattered(source: Source, target: Target, exact: bool) -> None:
     tensor = target.leaf.tensor
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     stand_in = replace(target, leaf=replace(target.leaf, tensor=flat, source=flat))
-    fill(source, [stand_in])
+    fill(source, [stand_in], exact=exact)
     tensor.copy_(flat.view(tensor.shape))
 
 

@@ -15,38 +15,36 @@ import torch
 
 from shard_ckpt import _posix
 from shard_ckpt._blocks import BLOCK_BYTES, Handle, block_range, read_exactly
-from shard_ckpt._check import (
-    CHECK_BYTES,
-    Source,
-    block_problem,
-    check_header,
-    open_checked,
-)
-from shard_ckpt._crc import crc32
+from shard_ckpt._check import Source, altered, check_header, folding_for, open_checked
 from shard_ckpt._errors import CheckpointError
+from shard_ckpt._fold import Folding
+from shard_ckpt._grains import grains_in
 from shard_ckpt._hf_layout import Copy, OutFile, plan_copies
 from shard_ckpt._memory import bytes_of
 from shard_ckpt._progress import Progress
-from shard_ckpt._remote import RemotePath
 from shard_comm import Comm
 
 _MAX_THREADS = 4
+_WINDOW_BYTES = 2 << 20  # large writes cost less than leaving the nearest cache
 
 
-def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: Comm) -> None:
-    """Check and copy this rank's share of the blocks that an export needs, and sync. Local.
+def copy_blocks(
+    source: Source, files: Sequence[OutFile], place: Path, *, comm: Comm, durable: bool
+) -> None:
+    """Check and copy this rank's share of the blocks that an export needs. Local.
 
     Args:
         source: the checkpoint.
         files: the export; each exists in ``place`` with its size.
         place: where they are under way.
         comm: the ranks that share the work: each does an equal run of ``order_blocks``.
+        durable: return only when the bytes are durable.
 
     Raises:
         CheckpointError: a block or header is not as the index says.
         OSError: reading or writing failed.
 
-    **Memory**: 512 KiB per thread, of which there are up to four where cores allow, and what comes
+    **Memory**: 4 MiB per thread, of which there are up to four where cores allow, and what comes
     of them where tensors are cast.
     """
     copies = plan_copies(files)
@@ -56,7 +54,7 @@ def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: 
     sizes = [source.index.files[file].nbytes for file, _ in mine]
     spans = [block_range(block, size) for (_, block), size in zip(mine, sizes, strict=True)]
     progress = Progress(sum(high - low for low, high in spans))
-    work = _Work(source, files, place, copies, progress)
+    work = _Work(source, files, place, copies, progress, durable)
     if threads == 1:
         work.run(mine)
         return
@@ -66,8 +64,19 @@ def copy_blocks(source: Source, files: Sequence[OutFile], place: Path, *, comm: 
         future.result()
 
 
-def write_all(fd: int, view: memoryview, offset: int) -> None:
-    """Write a view at an offset of an open file. Local."""
+def start_file(path: Path, head: bytes, *, nbytes: int, durable: bool) -> None:
+    """Make a file of a size that begins with ``head``. Local."""
+    fd = _posix.create(path)
+    try:
+        _posix.resize(fd, nbytes)
+        _write_all(fd, memoryview(head), 0)
+        if durable:
+            _posix.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
     while len(view):
         done = _posix.write_at(fd, view, offset)
         view, offset = view[done:], offset + done
@@ -80,11 +89,11 @@ class _Work:
     place: Path
     copies: Mapping[int, Sequence[Copy]]
     progress: Progress
+    durable: bool
 
     def run(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy blocks. One that turns out to be altered ends the export, so nobody sees it."""
-        remote = isinstance(self.source.folder, RemotePath)  # a request costs more than memory
-        raw = torch.empty(BLOCK_BYTES if remote else CHECK_BYTES, dtype=torch.uint8)
+        folding = folding_for(self.source, window_bytes=_WINDOW_BYTES)
         outs: dict[int, int] = {}
         with ExitStack() as stack:
             for file, group in groupby(sorted(blocks), key=lambda pair: pair[0]):
@@ -92,36 +101,35 @@ class _Work:
                 for _, block in group:
                     if block == 0:
                         check_header(self.source, file, fd=fd)
-                    for low, piece in self._pieces(file, block, fd, raw):
+                    for low, piece in self._pieces(file, block, fd, folding):
                         for copy, at, part in _parts(self.copies[file], piece, low):
                             if copy.out not in outs:
                                 path = self.place / self.files[copy.out].name
                                 outs[copy.out] = _posix.open_to_write(path)
                                 stack.callback(os.close, outs[copy.out])
-                            write_all(outs[copy.out], bytes_of(part), at)
-            for fd in outs.values():
-                _posix.fsync(fd)
+                            _write_all(outs[copy.out], bytes_of(part), at)
+            if self.durable:
+                for fd in outs.values():
+                    _posix.fsync(fd)
 
     def _pieces(
-        self, file: int, block: int, fd: Handle, raw: torch.Tensor
+        self, file: int, block: int, fd: Handle, folding: Folding
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a block's bytes and where they begin, then compare their checksum."""
         record = self.source.index.files[file]
         path = self.source.folder / record.name
         low, high = block_range(block, record.nbytes)
-        crc = 0
-        for at in range(low, high, raw.numel()):
-            piece = raw[: high - at]
-            view = bytes_of(piece)
+        folding.restart()
+        for at in range(low, high, len(folding.view)):
+            view = folding.view[: high - at]
             if not read_exactly(fd, [view], offset=at):
                 raise CheckpointError(f"{path}: got shorter while it was being read")
-            crc = crc32(view, crc)
-            yield at, piece
+            yield at, folding.tensor[: len(view)]
+            folding.absorb(len(view))
             self.progress.advance(len(view))
-        if crc != record.crcs[block]:
-            buffer = bytearray(raw.numel())  # read it again to say what lies there
-            problem = block_problem(self.source, file, fd=fd, block=block, buffer=buffer)
-            raise CheckpointError(problem or f"{path}: changed while it was being read")
+        grains = grains_in(low, high)
+        if folding.value() != record.crc(*grains):
+            raise CheckpointError(altered(self.source, file, fd=fd, piece=grains))
 
 
 def _part(blocks: Sequence[tuple[int, int]], number: int, count: int) -> Sequence[tuple[int, int]]:

@@ -14,10 +14,9 @@ import torch
 
 from shard_ckpt import _posix
 from shard_ckpt._agree import agree, attempt, check_same_save
-from shard_ckpt._blocks import write_file
 from shard_ckpt._check import Source, open_source
 from shard_ckpt._draft import Draft, draft_path, sweep
-from shard_ckpt._hf_copy import copy_blocks, write_all
+from shard_ckpt._hf_copy import copy_blocks, start_file
 from shard_ckpt._hf_folder import HF_STEM, INDEX_SUFFIX, SUFFIX, encode_weight_map
 from shard_ckpt._hf_layout import (
     OutFile,
@@ -58,7 +57,7 @@ def export_hf(
     section: str = "model",
     names: Naming | None = None,
     cast: torch.dtype | None = None,
-    timeout_s: float | None = None,
+    durable: bool = True,
 ) -> tuple[str, ...]:
     """Write a section of a committed checkpoint as safetensors files for ``from_pretrained``.
 
@@ -78,7 +77,9 @@ def export_hf(
         names: how the checkpoint's names become those in the files, and which tied ones to leave
             out. Tied tensors that are not declared are written under each name.
         cast: what floating-point tensors become; by default they stay as stored.
-        timeout_s: how long a rank waits for the slowest one, at each of three exchanges.
+        durable: return only when the files would outlast a loss of power, which takes as long as
+            the disk does. Without, the system writes them out when it likes, as after a copy; the
+            checkpoint is there to make them again.
 
     Returns:
         The names of the files, the index last.
@@ -92,7 +93,7 @@ def export_hf(
             is left.
 
     **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
-    **Memory**: 512 KiB for each of up to four threads per rank, and what comes of it where tensors
+    **Memory**: 4 MiB for each of up to four threads per rank, and what comes of it where tensors
     are cast.
     """
     comm = comm_for(comm)
@@ -105,29 +106,29 @@ def export_hf(
             files = lay_out_files(items, max_bytes=parse_size(max_shard_size))
             if comm.rank != 0:
                 return _Prepared(source, files, None, "")
-            return _prepare_files(source, files, folder, stack)
+            return _prepare_files(source, files, folder, stack, durable=durable)
 
         prepared = attempt(prepare)
         heard = agree(
             comm,
             prepared,
             share=lambda p: (p.source.index.save_id, p.export_id),
-            timeout_s=timeout_s,
+            timeout_s=None,
         )
         mine = prepared.value()
         check_same_save([save_id for save_id, _ in heard], f"{ckpt}", purpose="export")
         if isinstance(folder, RemotePath):
-            return _upload(mine, folder, comm, timeout_s)
+            return _upload(mine, folder, comm)
         place = draft_path(folder / _DRAFT_STEM, heard[0][1])
-        written = attempt(lambda: copy_blocks(mine.source, mine.files, place, comm=comm))
-        agree(comm, written, share=lambda _: None, timeout_s=timeout_s)
-        published = attempt(lambda: _publish(mine, folder))
-        return agree(comm, published, share=lambda made: made, timeout_s=timeout_s)[0]
+        written = attempt(
+            lambda: copy_blocks(mine.source, mine.files, place, comm=comm, durable=durable)
+        )
+        agree(comm, written, share=lambda _: None, timeout_s=None)
+        published = attempt(lambda: _publish(mine, folder, durable=durable))
+        return agree(comm, published, share=lambda made: made, timeout_s=None)[0]
 
 
-def _upload(
-    mine: _Prepared, folder: RemotePath, comm: Comm, timeout_s: float | None
-) -> tuple[str, ...]:
+def _upload(mine: _Prepared, folder: RemotePath, comm: Comm) -> tuple[str, ...]:
     """Write this rank's files, each from its beginning to its end; the index comes last."""
     own = mine.files[comm.rank :: comm.size]
     made, encoded = _index_of(mine.files)
@@ -138,13 +139,13 @@ def _upload(
                 uploads.put(made[-1], encoded)
 
         for work in (lambda: uploads.write(mine.source, own), publish):
-            agree(comm, attempt(work), share=lambda _: None, timeout_s=timeout_s)
+            agree(comm, attempt(work), share=lambda _: None, timeout_s=None)
         uploads.keep()
     return made
 
 
 def _prepare_files(
-    source: Source, files: Sequence[OutFile], folder: Place, stack: ExitStack
+    source: Source, files: Sequence[OutFile], folder: Place, stack: ExitStack, *, durable: bool
 ) -> _Prepared:
     if folder.is_dir():
         if not isinstance(folder, RemotePath):
@@ -165,13 +166,8 @@ def _prepare_files(
         return _Prepared(source, files, None, export_id)
     draft = stack.enter_context(Draft(folder / _DRAFT_STEM, export_id))
     for file in files:
-        fd = _posix.create(draft.path / file.name)
-        try:
-            _posix.resize(fd, file.nbytes)
-            write_all(fd, memoryview(file.header), 0)
-            _posix.fsync(fd)
-        finally:
-            os.close(fd)
+        path = draft.path / file.name
+        start_file(path, file.header, nbytes=file.nbytes, durable=durable)
     return _Prepared(source, files, draft, export_id)
 
 
@@ -189,12 +185,13 @@ def _index_of(files: Sequence[OutFile]) -> tuple[tuple[str, ...], bytes | None]:
     return (*made, f"{HF_STEM}{INDEX_SUFFIX}"), encoded
 
 
-def _publish(mine: _Prepared, folder: Path) -> tuple[str, ...]:
+def _publish(mine: _Prepared, folder: Path, *, durable: bool) -> tuple[str, ...]:
     made, encoded = _index_of(mine.files)
     if mine.draft is None:
         return made
     if encoded is not None:
-        write_file(mine.draft.path / made[-1], encoded)
+        path = mine.draft.path / made[-1]
+        start_file(path, encoded, nbytes=len(encoded), durable=durable)
     placed: list[Path] = []
     try:
         for name in made:
@@ -203,7 +200,8 @@ def _publish(mine: _Prepared, folder: Path) -> tuple[str, ...]:
                 raise FileExistsError(errno.EEXIST, text, str(folder / name))
             _posix.rename(mine.draft.path / name, folder / name)
             placed.append(folder / name)
-        _posix.sync_folder(folder)
+        if durable:
+            _posix.sync_folder(folder)
     except OSError:
         for path in placed:
             path.unlink(missing_ok=True)

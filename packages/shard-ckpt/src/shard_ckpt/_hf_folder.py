@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from shard_ckpt._blocks import FileRecord
 from shard_ckpt._check import Source
 from shard_ckpt._errors import CheckpointError
+from shard_ckpt._grains import FileRecord
 from shard_ckpt._index import Index, TensorId, TensorRecord
 from shard_ckpt._json import canonical_json, strict_loads
 from shard_ckpt._places import Place, names_in, place_of
@@ -84,7 +84,7 @@ def _source(folder: Place, names: list[str], weight_map: dict[str, str] | None) 
             file = read_tensor_file(folder / name)
         except FileNotFoundError as exc:
             raise CheckpointError(f"{folder / name}: missing, though the index names it") from exc
-        files.append(FileRecord(name, file.nbytes, ()))
+        files.append(FileRecord(name, file.nbytes, b""))
         for record in whole_records(file, number, section=HF_SECTION):
             if weight_map is not None and weight_map.get(record.name) != name:
                 listed = weight_map.get(record.name, "nowhere")

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from shard_ckpt._blocks import BLOCK_BYTES
-from shard_ckpt._check import Source, blocks_of, check_blocks
+from shard_ckpt._check import Source, check_grains
 from shard_ckpt._hf_layout import OutFile
-from shard_ckpt._match import Target
 from shard_ckpt._memory import bytes_of
 from shard_ckpt._own_read import read_span, whole_target
 from shard_ckpt._progress import Progress
 from shard_ckpt._remote import RemotePath, RemoteSink
 from shard_ckpt._remote_draft import remove_keys
+from shard_ckpt._shares import grains_of
 
 
 class Uploads:
@@ -40,7 +40,8 @@ class Uploads:
         **Memory**: 16 MiB, twice where tensors are cast, and what the store buffers of an upload.
         """
         wholes = [whole_target(item.record) for file in files for item in file.items]
-        check_blocks(source, _numbers(wholes))
+        reads = (read for whole in wholes for read in whole.reads())
+        check_grains(source, grains_of(source, reads))
         self._folder.make_folder()
         progress = Progress(sum(file.nbytes for file in files))
         for file in files:
@@ -86,11 +87,3 @@ class Uploads:
         except BaseException:
             sink.abandon()
             raise
-
-
-def _numbers(wholes: Sequence[Target]) -> dict[int, list[int]]:
-    runs = blocks_of(read for whole in wholes for read in whole.reads())
-    return {
-        file: [block for first, last in found for block in range(first, last + 1)]
-        for file, found in runs.items()
-    }

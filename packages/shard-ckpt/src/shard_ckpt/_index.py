@@ -9,15 +9,15 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
-from shard_ckpt._blocks import FileRecord, block_count
 from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._errors import CheckpointError
+from shard_ckpt._grains import FileRecord, grain_count
 from shard_ckpt._json import canonical_json, is_count, strict_loads
 from shard_ckpt._runs import Runs, tiling_problem
 
 INDEX_NAME = "index.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 TensorId = tuple[str, str]
 """Section and name."""
@@ -178,7 +178,7 @@ def encode_index(index: Index) -> bytes:
             entry["tie"] = list(record.tie)
         tensors.setdefault(record.section, {})[record.name] = entry
     files = [
-        {"name": file.name, "bytes": file.nbytes, "crc32": list(file.crcs)} for file in index.files
+        {"name": file.name, "bytes": file.nbytes, "crc32": file.crcs.hex()} for file in index.files
     ]
     return canonical_json(
         {
@@ -246,14 +246,15 @@ def _parse_file(item: Any, label: str) -> FileRecord:
     name, nbytes, crcs = item["name"], item["bytes"], item["crc32"]
     if not isinstance(name, str) or "/" in name or name.startswith(".") or "\0" in name or not name:
         raise CheckpointError(f"{label}: {name!r} is not the name of a file in this folder")
-    if not is_count(nbytes) or not isinstance(crcs, list) or not all(map(is_count, crcs)):
-        raise CheckpointError(f"{label}: size or checksums of {name} are not counts")
-    if len(crcs) != block_count(nbytes):
+    if not is_count(nbytes) or not isinstance(crcs, str):
+        raise CheckpointError(f"{label}: size or checksums of {name} are of the wrong type")
+    packed, count = bytes.fromhex(crcs), grain_count(nbytes)
+    if len(crcs) != 8 * count or len(packed) != 4 * count:
         raise CheckpointError(
-            f"{label}: {name} has {nbytes} bytes, so expected {block_count(nbytes)} checksums, got "
-            f"{len(crcs)}"
+            f"{label}: {name} has {nbytes} bytes, so expected {count} checksums of 8 digits, got "
+            f"{crcs[:20]!r}"
         )
-    return FileRecord(name, nbytes, tuple(crcs))
+    return FileRecord(name, nbytes, packed)
 
 
 def _parse_tensor(

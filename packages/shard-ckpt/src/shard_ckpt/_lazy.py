@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from shard_ckpt._blocks import BLOCK_BYTES, BlockWriter, FileRecord
+from shard_ckpt._blocks import BLOCK_BYTES, BlockWriter
 from shard_ckpt._commit import Manifest, build_index
 from shard_ckpt._extras import encode_extras, write_extras
 from shard_ckpt._files import Origin, SectionFile, lay_out
+from shard_ckpt._grains import FileRecord
 from shard_ckpt._index import Range
 from shard_ckpt._memory import bytes_of, flat_range
 from shard_ckpt._places import Place, sync_folder

@@ -9,13 +9,10 @@ from typing import Any
 
 from shard_ckpt._agree import agree, attempt, check_same_save
 from shard_ckpt._check import (
-    Intervals,
     Source,
-    blocks_of,
-    check_blocks,
+    check_grains,
     open_checked,
     open_source,
-    own_blocks,
     strangers,
 )
 from shard_ckpt._collector import collector_paused
@@ -27,6 +24,7 @@ from shard_ckpt._match import Target, match
 from shard_ckpt._merge import merge, missing_values
 from shard_ckpt._naming import Rename, stored_name
 from shard_ckpt._rename import with_template_names
+from shard_ckpt._shares import Needs, grains_of, own_grains
 from shard_ckpt._state import flatten
 from shard_ckpt._ties import Twins, check_twins, part_twins
 from shard_comm import Comm
@@ -37,7 +35,7 @@ class _Opened:
     source: Source
     targets: Sequence[Target]
     twins: Twins
-    needs: Intervals
+    needs: Needs
     values: Mapping[str, Any]
 
 
@@ -68,9 +66,9 @@ def load(
 
     Nothing is written into a tensor before all ranks have checked all they are going to read:
     marker, index, file sizes, headers, names, shapes, dtypes, coverage, and the checksum of every
-    16 MiB block that is touched. Each block is checked by one of the ranks that need it, so
-    checking costs one more pass over the checkpoint, divided among the ranks; the second pass
-    mostly comes from the page cache.
+    256 KiB that is touched. Each is checked by one of the ranks that need it, so checking costs
+    one more pass over the checkpoint, divided among the ranks; the second pass mostly comes from
+    the page cache.
 
     Args:
         state: sections as for ``save``. Tensors are filled in place: a ``ShardTensor`` with its
@@ -107,7 +105,7 @@ def load(
             unless reading failed, or files changed, after all checks had passed.
 
     **Collective**: all ranks of ``comm``; three exchanges of small objects, no tensors.
-    **Memory**: 512 KiB while checking (32 MiB from object stores), then up to 32 MiB per device
+    **Memory**: 2 MiB while checking (32 MiB from object stores), then up to 32 MiB per device
     for tensors that are not read into directly (not on the CPU, or cast), and a copy of one tensor
     at a time where tensors are not contiguous.
     """
@@ -118,11 +116,11 @@ def load(
     )
     mine = opened.value()
     check_same_save([save_id for save_id, _ in heard], f"{path}", purpose="load")
-    blocks = own_blocks([needs for _, needs in heard], comm.rank)
-    checked = attempt(lambda: _check(mine, blocks))
+    grains = own_grains([needs for _, needs in heard], comm.rank)
+    checked = attempt(lambda: _check(mine, grains))
     agree(comm, checked, share=lambda _: None, timeout_s=timeout_s)
 
-    filled = attempt(lambda: fill(mine.source, mine.targets))
+    filled = attempt(lambda: fill(mine.source, mine.targets, exact=True))
     if filled.error is not None:
         logger.error("%s: reading failed after all checks; tensors are filled in part", path)
     agree(comm, filled, share=lambda _: None, timeout_s=timeout_s)
@@ -165,13 +163,13 @@ def _open(
             )
     targets, twins = part_twins(targets)
     reading = [*targets, *(other for _, other in twins)]
-    needs = blocks_of(read for target in reading for read in target.reads())
+    needs = grains_of(source, (read for target in reading for read in target.reads()))
     for file in needs:
         with open_checked(source, file):
             pass
     return _Opened(source, targets, twins, needs, values)
 
 
-def _check(opened: _Opened, blocks: Mapping[int, Sequence[int]]) -> None:
-    check_blocks(opened.source, blocks)
+def _check(opened: _Opened, grains: Needs) -> None:
+    check_grains(opened.source, grains)
     check_twins(opened.source, opened.twins)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from shard_ckpt._blocks import BLOCK_BYTES, block_count, block_range
-from shard_ckpt._check import Source, check_blocks, open_source
+from shard_ckpt._check import Source, check_grains, open_source
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._extras import read_values
 from shard_ckpt._files import TENSOR_SUFFIX
 from shard_ckpt._fill import fill
+from shard_ckpt._grains import grain_count
 from shard_ckpt._hf_folder import HF_SECTION, open_hf
 from shard_ckpt._index import TensorId, TensorRecord
 from shard_ckpt._lazy import LazyTensors
@@ -20,8 +20,6 @@ from shard_ckpt._match import Target
 from shard_ckpt._places import Place
 from shard_ckpt._progress import Progress
 from shard_ckpt._values import RankValues, TensorRef
-
-_BLOCKS_AT_ONCE = 16  # between two reports of progress
 
 
 def read_own(path: Place, lazy: LazyTensors) -> dict[str, Any]:
@@ -75,11 +73,7 @@ def _check_all(source: Source) -> None:
     progress = Progress(source.index.nbytes)
     for number, file in enumerate(source.index.files):
         if file.name.endswith(TENSOR_SUFFIX):
-            blocks = range(block_count(file.nbytes))
-            for at in range(0, len(blocks), _BLOCKS_AT_ONCE):
-                some = blocks[at : at + _BLOCKS_AT_ONCE]
-                check_blocks(source, {number: some})
-                progress.advance(block_range(some[-1], file.nbytes)[1] - at * BLOCK_BYTES)
+            check_grains(source, {number: [(0, grain_count(file.nbytes))]}, progress=progress)
 
 
 def read_record(source: Source, record: TensorRecord) -> torch.Tensor:

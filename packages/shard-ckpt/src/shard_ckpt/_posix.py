@@ -6,9 +6,16 @@ can fail, or end the process, at any one of them. Call them through the module.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+
+_allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+if _allocate is not None:
+    _allocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def create(path: Path) -> int:
@@ -27,8 +34,16 @@ def open_to_write(path: Path) -> int:
 
 
 def resize(fd: int, nbytes: int) -> None:
-    """Give an open file its size; what was not written reads as zeros."""
+    """Give an open file its size, and its space too where the file system can promise it.
+
+    What was not written reads as zeros. The system's own call, and not ``os.posix_fallocate``: that
+    one writes to every page where the file system cannot.
+    """
     os.ftruncate(fd, nbytes)
+    if nbytes and _allocate is not None and _allocate(fd, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code))
 
 
 def write_at(fd: int, view: memoryview, offset: int) -> int:
@@ -68,6 +83,18 @@ def rename(source: Path, target: Path) -> None:
 def unlink(path: Path) -> None:
     """Remove one file."""
     os.unlink(path)
+
+
+def read_no_further(fd: int) -> None:
+    """Ask the system to read from storage what is asked for, and nothing beyond it."""
+    with suppress(OSError):  # only advice
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+
+def fetch(fd: int, offset: int, nbytes: int) -> None:
+    """Have the system begin to read bytes from storage that will be asked for soon."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def read_into(fd: int, views: Sequence[memoryview], offset: int) -> int:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shard_ckpt._blocks import BLOCK_BYTES, FileRecord, block_count, block_range, read_exactly
-from shard_ckpt._crc import crc32
+from shard_ckpt._blocks import BLOCK_BYTES, block_count, block_range, read_exactly
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import extras_name, is_extras, read_values
 from shard_ckpt._files import TENSOR_SUFFIX, entry_key, entry_shape
+from shard_ckpt._grains import FileRecord, GrainSums
 from shard_ckpt._header import HeaderEntry
 from shard_ckpt._index import (
     FORMAT_VERSION,
@@ -135,15 +135,15 @@ def _check_origins(folder: Place, origins: Mapping[str, _Origin]) -> None:
 
 def _read_file(path: Place, progress: Progress) -> FileRecord:
     buffer = memoryview(bytearray(BLOCK_BYTES))
-    crcs = []
+    sums = GrainSums()
     with open_to_read(path) as (file, nbytes):
         for block in range(block_count(nbytes)):
             low, high = block_range(block, nbytes)
             if not read_exactly(file, [buffer[: high - low]], offset=low):
                 raise CheckpointError(f"{path}: got shorter while it was being read")
-            crcs.append(crc32(buffer[: high - low]))
+            sums.feed(buffer[: high - low])
             progress.advance(high - low)
-    return FileRecord(path.name, nbytes, tuple(crcs))
+    return FileRecord(path.name, nbytes, sums.finish())
 
 
 def _entries(
