@@ -9,6 +9,7 @@ import torch
 
 from shard_optim._flat import FlatOptimizer, Job
 from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
 from shard_optim._wide import kahan_adamw, stochastic_adamw
@@ -59,9 +60,10 @@ class Adam(FlatOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        offload: str | Offload | None = None,
     ) -> None:
         hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, hyper)
+        super().__init__(params, hyper, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_adam(group, where)
@@ -127,6 +129,7 @@ class AdamW(Adam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         rounding: str = "nearest",
+        offload: str | Offload | None = None,
     ) -> None:
         hyper = {
             "lr": lr,
@@ -135,7 +138,7 @@ class AdamW(Adam):
             "weight_decay": weight_decay,
             "rounding": rounding,
         }
-        FlatOptimizer.__init__(self, params, hyper)
+        FlatOptimizer.__init__(self, params, hyper, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         super()._check_hyper(group, where)

@@ -9,6 +9,7 @@ import torch
 
 from shard_optim._flat import FlatOptimizer, Job
 from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
 from shard_optim._state import Saved
@@ -52,8 +53,10 @@ class Lion(FlatOptimizer):
         *,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        offload: str | Offload | None = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        hyper = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, hyper, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_at_least_0(group, ("lr", "weight_decay"), where)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from shard_flat import ShardSpec, ShardTensor
+from shard_optim._homes import Home
 from shard_optim._runs import find_runs, flat_piece, piece_of
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
@@ -117,23 +118,44 @@ class OwnedSlot(Slot):
         return replace(whole, start=start, stop=stop)
 
 
-def allocate_slots(params: Sequence[torch.Tensor], state: State, slots: Sequence[Slot]) -> None:
+def allocate_slots(
+    params: Sequence[torch.Tensor], state: State, slots: Sequence[Slot], home: Home
+) -> None:
     """Make what is missing of the parameters' state: zeros, and step counters at 0.
 
-    Where parameters lie side by side and none of them has a slot, theirs do so too.
+    Where parameters lie side by side and none of them has a slot, theirs do so too. State that
+    lies elsewhere than it should, or in another order than its parameter, is moved.
 
     Args:
         params: parameters.
         state: the optimizer's.
         slots: those that each of the parameters has.
+        home: where joined slots live.
+
+    Raises:
+        OSError: there is no room for them; nothing was made.
 
     **Collective**: local. **Memory**: the slots of each parameter's piece.
     """
-    joined = [slot for slot in slots if slot.joined]
-    for rows in find_runs([[flat_piece(p) for p in params]]):
-        members = [params[row] for row in rows]
-        if len(members) > 1 and not any(slot.name in state[m] for m in members for slot in joined):
-            _allocate_together(members, state, joined)
+    by_device: dict[torch.device, list[tuple[Slot, list[torch.Tensor]]]] = {}
+    for slot in slots:
+        if slot.joined:
+            for block in _blocks(params, state, slot, home):
+                by_device.setdefault(block[0].device, []).append((slot, block))
+    made = [
+        (slot, block, flat)
+        for device, blocks in by_device.items()
+        for (slot, block), flat in zip(
+            blocks, home.zeros([_size_of(*block) for block in blocks], device), strict=True
+        )
+    ]
+    for slot, block, flat in made:
+        sizes = [piece_of(member).numel() for member in block]
+        for member, part in zip(block, flat.split(sizes), strict=True):
+            old = state[member].get(slot.name)
+            state[member][slot.name] = _shaped(part, member)
+            if old is not None:
+                state[member][slot.name].copy_(old)
     for param in params:
         own = state[param]
         if "step" not in own:
@@ -141,9 +163,38 @@ def allocate_slots(params: Sequence[torch.Tensor], state: State, slots: Sequence
         for slot in slots:
             if slot.name not in own:
                 own[slot.name] = slot.blank(param)
-            elif slot.joined and piece_of(own[slot.name]).stride() != piece_of(param).stride():
-                # The kernel goes by memory alone.
-                own[slot.name] = slot.blank(param).copy_(own[slot.name])
+
+
+def _blocks(
+    params: Sequence[torch.Tensor], state: State, slot: Slot, home: Home
+) -> Iterator[list[torch.Tensor]]:
+    """Parameters whose slot is to be made: neighbours together, and those that are alone."""
+    lacking = [p for p in params if not _is_right(state[p].get(slot.name), p, home)]
+    runs = find_runs([[flat_piece(p) for p in lacking]])
+    empty = [row for row, p in enumerate(lacking) if not piece_of(p).numel()]
+    for rows in [*runs, *([row] for row in empty)]:
+        yield [lacking[row] for row in rows]
+
+
+def _is_right(value: torch.Tensor | None, param: torch.Tensor, home: Home) -> bool:
+    """Whether state is there, where it should be and in its parameter's order."""
+    if value is None:
+        return False
+    piece = piece_of(value)
+    # The kernel goes by memory alone.
+    return piece.stride() == piece_of(param).stride() and home.holds(piece, param.device)
+
+
+def _size_of(slot: Slot, block: Sequence[torch.Tensor]) -> tuple[int, torch.dtype]:
+    numel = sum(piece_of(member).numel() for member in block)
+    return numel, block[0].dtype if slot.dtype is None else slot.dtype
+
+
+def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Show ``[n]`` as state of a parameter, in the same order of memory."""
+    if isinstance(param, ShardTensor):
+        return param.like(flat)
+    return flat.as_strided(param.shape, param.stride())
 
 
 def check_slots(
@@ -177,18 +228,3 @@ def check_slots(
                 f"{tuple(piece_of(there).shape)} and {there.dtype}; the parameter changed under "
                 f"its state, make a new optimizer"
             )
-
-
-def _allocate_together(
-    members: Sequence[torch.Tensor], state: State, slots: Sequence[Slot]
-) -> None:
-    pieces = [piece_of(m) for m in members]
-    sizes = [p.numel() for p in pieces]
-    for slot in slots:
-        dtype = pieces[0].dtype if slot.dtype is None else slot.dtype
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=pieces[0].device)
-        for member, part in zip(members, flat.split(sizes), strict=True):
-            if isinstance(member, ShardTensor):
-                state[member][slot.name] = member.like(part)
-            elif member.is_contiguous():
-                state[member][slot.name] = part.view(member.shape)
