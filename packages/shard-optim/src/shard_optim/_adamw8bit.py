@@ -4,37 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from shard_flat import GatherComm, ShardSpec, ShardTensor
+from shard_flat import GatherComm, ShardTensor
 from shard_optim._adam import MOMENTS, check_adam, fused_adam
 from shard_optim._agree import CollectiveOptimizer
 from shard_optim._blocks import (
     BLOCK,
-    ScaleSlot,
+    cut_blocks,
     decode_signed,
     decode_square,
     encode_signed,
     encode_square,
     scale_of,
 )
+from shard_optim._blocks import (
+    CODES as _CODES,
+)
+from shard_optim._codec import encode_moments
 from shard_optim._flat import Job
 from shard_optim._groups import Group
 from shard_optim._plan import Lane
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot
+from shard_optim._state import Saved
 from shard_optim._wide import adamw_
 from shard_optim._window import widened, window_numel
 
-_CODES = (
-    Slot("exp_avg", torch.int8),
-    Slot("exp_avg_sq", torch.uint8),
-    ScaleSlot("exp_avg_scale", torch.float32),
-    ScaleSlot("exp_avg_sq_scale", torch.float32),
-)
 _SMALL_NUMEL = 4096
 _WINDOWS = (
     4  # at a time: codes take a quarter of the room, and small steps cost more than they save
@@ -64,9 +62,13 @@ class AdamW8bit(CollectiveOptimizer):
 
     **Collective**: a step takes three small all_reduces per comm, of a few numbers for each
     parameter of which a boundary between ranks cuts a block; none where no block is cut, as with
-    ``ParamSpec(..., block=256)``. State dictionaries are local.
+    ``ParamSpec(..., block=256)``. State dictionaries are local, but for loading what AdamW holds in
+    pieces: one all_reduce for each of those parameters.
 
-    **Memory**: 2.03 bytes per element of each parameter's piece, and a few windows during a step.
+    **Memory**: 2 bytes per element of each parameter's piece and 8 per block of 256 that begins in
+    it, 2.03 in all; two moments in their own dtype for parameters below 4,096 elements. A step
+    takes at most eight windows in float32, each of four times the usual size. There is no
+    ``offload``.
 
     **Source**: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; the codes
     here are powers instead of a table.
@@ -89,6 +91,16 @@ class AdamW8bit(CollectiveOptimizer):
 
     def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
         return MOMENTS if param.numel() < _SMALL_NUMEL else _CODES
+
+    def _other_slots(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
+        return MOMENTS
+
+    def _fill(self, param: torch.Tensor, source: Saved, slots: tuple[Slot, ...]) -> None:
+        if slots is _CODES and source["exp_avg"].is_floating_point():
+            self._fill_step(param, source)
+            encode_moments(param, self.state[param], source)
+        else:
+            super()._fill(param, source, slots)
 
     def _is_shared(self, group: Group, param: ShardTensor) -> bool:
         return param.numel() >= _SMALL_NUMEL and bool(cut_blocks(param.spec, param.comm.size))
@@ -269,19 +281,3 @@ def _new_scales(member: _Member, cuts: _Cuts, before: _Scales) -> Any:
         return torch.cat([scale_of(rows) for rows in moments])
 
     return known
-
-
-def cut_blocks(spec: ShardSpec, size: int) -> tuple[int, ...]:
-    """Return the blocks of a parameter that lie on more than one rank, in order. Local.
-
-    With blocks of 256, a parameter of 1,000 elements cut at 512 and 700 has one: block 2.
-    """
-    return _cut_blocks(spec.origin, spec.shard_numel, spec.numel, size)
-
-
-@lru_cache(maxsize=1 << 16)
-def _cut_blocks(origin: int, shard_numel: int, numel: int, size: int) -> tuple[int, ...]:
-    first = origin // shard_numel + 1
-    last = min((origin + numel - 1) // shard_numel, size - 1)
-    cuts = [rank * shard_numel - origin for rank in range(first, last + 1)]
-    return tuple(sorted({cut // BLOCK for cut in cuts if cut % BLOCK}))

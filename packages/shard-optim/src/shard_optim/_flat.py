@@ -218,7 +218,14 @@ class FlatOptimizer(Optimizer, ABC):
         saved = through_hooks(self._optimizer_load_state_dict_pre_hooks, self, dict(state_dict))
         names = names_of(self.param_groups)
         kind = type(self).__name__
-        rules = Rules(kind, self._switches(), self._check_hyper, self._slots_of, self._adapt)
+        rules = Rules(
+            kind,
+            self._switches(),
+            self._check_hyper,
+            slots=self._slots_of,
+            others=self._other_slots,
+            adapt=self._adapt,
+        )
         sources = match_state(saved, self.param_groups, names, rules=rules)
         self._plans.clear()
         for param in names.keys() - sources.keys():
@@ -243,6 +250,10 @@ class FlatOptimizer(Optimizer, ABC):
     @abstractmethod
     def _slots_of(self, group: Group, param: torch.Tensor) -> _Slots:
         """Return the state tensors of a parameter; equal ones for equal hyper-parameters."""
+
+    def _other_slots(self, group: Group, param: torch.Tensor) -> _Slots:
+        """Return another optimizer's state tensors that this one can make its own from."""
+        return ()
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
         """Update the members of one lane, where ``_advance`` leaves that to the lanes."""
@@ -324,10 +335,13 @@ class FlatOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def _fill(self, param: torch.Tensor, source: Saved, slots: _Slots) -> None:
+        self._fill_step(param, source)
+        for slot in slots:
+            self.state[param][slot.name].copy_(source[slot.name])
+
+    def _fill_step(self, param: torch.Tensor, source: Saved) -> None:
         own = self.state[param]
         own["step"] = torch.full_like(own["step"], float(source["step"]))
-        for slot in slots:
-            own[slot.name].copy_(source[slot.name])
 
     def _names(self) -> dict[torch.Tensor, str]:
         return {

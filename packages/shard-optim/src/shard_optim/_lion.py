@@ -32,16 +32,22 @@ class Lion(FlatOptimizer):
         betas: how much of the average there is in the direction, and how much of it is kept, each
             in [0, 1).
         weight_decay: decoupled decay, at least 0.
+        offload: where state lives between steps: with the parameters by default, or
+            ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
-            not floating point.
+            not floating point; there is no such place to offload to.
 
     **Collective**: local; nothing is ever sent.
 
-    **Memory**: one moment of each parameter's piece, and four windows during a step.
+    **Memory**: one moment of each parameter's piece in its dtype, so 4 bytes per float32 element of
+    a rank's pieces, and 4 per parameter. A step takes at most four windows in float32, eight for
+    parameters of 16 bits.
+    Offloaded, that is the same number of bytes elsewhere, and ``Offload.window_bytes``
+    here from the first step on.
 
     **Source**: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
     """

@@ -35,16 +35,22 @@ class SGD(FlatOptimizer):
         weight_decay: times the parameter is added to the gradient, at least 0.
         nesterov: look ahead by one more step of momentum; needs momentum and no dampening.
         maximize: go up the gradient.
+        offload: where state lives between steps: with the parameters by default, or
+            ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
-            not floating point.
+            not floating point; there is no such place to offload to.
 
     **Collective**: local; nothing is ever sent.
 
-    **Memory**: one buffer of each parameter's piece where there is momentum.
+    **Memory**: one buffer of each parameter's piece in its dtype where there is momentum, so 4
+    bytes per float32 element of a rank's pieces, and 4 per parameter. A step takes nothing besides;
+    for parameters of 16 bits on the CPU a few windows in float32.
+    Offloaded, that is the same number of bytes elsewhere, and ``Offload.window_bytes``
+    here from the first step on.
 
     **Source**: Sutskever et al., "On the importance of initialization and momentum in deep
     learning", 2013.

@@ -30,6 +30,10 @@ class Slot:
     dtype: torch.dtype | None = None
     joined: ClassVar[bool] = True
 
+    def dtype_of(self, param: torch.Tensor) -> torch.dtype:
+        """Return the dtype for a parameter. Local."""
+        return param.dtype if self.dtype is None else self.dtype
+
     def blank(self, param: torch.Tensor) -> torch.Tensor:
         """Return zeros for a parameter. Local."""
         like = param.detach()
@@ -61,8 +65,7 @@ class WholeSlot(Slot):
 
     def blank(self, param: torch.Tensor) -> torch.Tensor:
         """Return zeros for a parameter. Local."""
-        dtype = param.dtype if self.dtype is None else self.dtype
-        return torch.zeros(self.shape_of(param), dtype=dtype, device=param.device)
+        return torch.zeros(self.shape_of(param), dtype=self.dtype_of(param), device=param.device)
 
     def shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the shape. Local."""
@@ -187,7 +190,7 @@ def _is_right(value: torch.Tensor | None, param: torch.Tensor, home: Home) -> bo
 
 def _size_of(slot: Slot, block: Sequence[torch.Tensor]) -> tuple[int, torch.dtype]:
     numel = sum(piece_of(member).numel() for member in block)
-    return numel, block[0].dtype if slot.dtype is None else slot.dtype
+    return numel, slot.dtype_of(block[0])
 
 
 def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -220,7 +223,7 @@ def check_slots(
         value = own.get(slot.name)
         if value is None:
             continue
-        dtype = param.dtype if slot.dtype is None else slot.dtype
+        dtype = slot.dtype_of(param)
         if not slot.fits(value, param) or value.dtype != dtype:
             wanted, there = piece_of(param).shape if slot.joined else slot.shape_of(param), value
             raise ValueError(
