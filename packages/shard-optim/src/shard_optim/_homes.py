@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shard_optim._offload import Offload
-from shard_optim._stage import Stage
+from shard_optim._stage import DeviceStage, MappedStage, Stage
 from shard_optim._state_file import StateFiles
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class HostHome(Home):
     """
 
     def __init__(self, offload: Offload) -> None:
-        self._window_bytes = offload.window_bytes
+        self._offload = offload
         self._stages: dict[torch.device, Stage] = {}
 
     def zeros(
@@ -95,7 +95,7 @@ class HostHome(Home):
         if device.type != "cuda":
             return None
         if device not in self._stages:
-            self._stages[device] = Stage(device, self._window_bytes)
+            self._stages[device] = DeviceStage(device, self._offload.window_on(device))
         return self._stages[device]
 
 
@@ -103,7 +103,7 @@ class DiskHome(Home):
     """State in files that have no name."""
 
     def __init__(self, offload: Offload) -> None:
-        self._window_bytes = offload.window_bytes
+        self._offload = offload
         self._files = StateFiles(offload.path)
         self._stages: dict[torch.device, Stage] = {}
 
@@ -121,7 +121,12 @@ class DiskHome(Home):
     def stage(self, device: torch.device) -> Stage | None:
         """Return what state of parameters on a device passes through. Local."""
         if device not in self._stages:
-            self._stages[device] = Stage(device, self._window_bytes, files=self._files)
+            nbytes = self._offload.window_on(device)
+            self._stages[device] = (
+                MappedStage(self._files, nbytes)
+                if device.type == "cpu"
+                else DeviceStage(device, nbytes, files=self._files)
+            )
         return self._stages[device]
 
     def forget(self) -> None:

@@ -1,7 +1,8 @@
-"""The window that offloaded state passes through while its parameters are updated."""
+"""The window that offloaded state passes through while a step works on it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -9,30 +10,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shard_optim._state_file import StateFiles
+from shard_optim._state_file import BLOCK_BYTES, StateFiles
 
 if TYPE_CHECKING:
     from shard_optim._plan import Lane
 
 _PARTS = 3  # one is read, one worked on, one written
 _LINE_BYTES = 64
+_EDGES = 2  # blocks that a stretch of a file may have a part of
 GRAIN = 64
 """Elements that are never parted: whole vectors of any dtype."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes that go from where state lives to a part of the stage and back.
+    """Bytes that a step needs at hand.
 
     Attributes:
         host: uint8 ``[n]``, where they live.
-        near: uint8 ``[n]``, where a step works on them.
-        between: the same in pinned memory, where they come from a file to another device.
+        between: the same in memory that a device can read, which ``host`` may be.
+        near: the same where a step works on them, which ``host`` may be.
     """
 
     host: torch.Tensor
+    between: torch.Tensor
     near: torch.Tensor
-    between: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -50,65 +52,48 @@ class Window:
     moves: list[Move]
 
 
-class Stage:
-    """Memory on one device through which state passes, and two threads that move it.
+class Stage(ABC):
+    """A bounded amount of state that a step has at hand, and two threads that see to it.
 
-    While one window is worked on the next one is read and the one before is written. Transfers
-    between host and device have a stream for each direction.
+    While one part is worked on the next one is read and the one before is written.
 
     Args:
-        device: the parameters'.
         window_bytes: of all parts together.
-        files: where state is read from and written to; None where it is in pinned memory.
-
-    **Memory**: ``window_bytes`` on the device, and as much pinned host memory between files and
-    another device, as long as the object lives.
     """
 
-    def __init__(
-        self, device: torch.device, window_bytes: int, *, files: StateFiles | None = None
-    ) -> None:
-        self._files = files
+    def __init__(self, window_bytes: int) -> None:
         self._part_bytes = window_bytes // _PARTS // _LINE_BYTES * _LINE_BYTES
-        self._device = device
-        numel = _PARTS * self._part_bytes
-        self._near = torch.empty(numel, dtype=torch.uint8, device=device)
-        self._between: torch.Tensor | None = None
-        self._streams: list[torch.cuda.Stream] = []
-        if device.type == "cuda":
-            self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
-            if files is not None:
-                self._between = torch.empty(numel, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._edge_bytes = _LINE_BYTES  # what the state of one slot may take besides
         self._reader = ThreadPoolExecutor(1, "shard_optim-read")
         self._writer = ThreadPoolExecutor(1, "shard_optim-write")
 
     def numel_of(self, itemsizes: Sequence[int]) -> int:
         """Return how many elements fit into a part with state of these sizes. Local."""
-        return (self._part_bytes - _LINE_BYTES * len(itemsizes)) // sum(itemsizes)
+        return (self._part_bytes - self._edge_bytes * len(itemsizes)) // sum(itemsizes)
 
     def window(
         self, number: int, columns: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[Window, list[list[torch.Tensor]]]:
-        """Plan how state comes to the device.
+        """Plan how state comes to hand.
 
         Args:
             number: of the lane; those that follow each other have other parts.
             columns: for each slot, tensors ``[n]`` where they live.
 
         Returns:
-            The window, and the same tensors in a part of the stage.
+            The window, and the same tensors where a step works on them.
 
         **Collective**: local.
         """
         part = number % _PARTS
         at = part * self._part_bytes
         near: list[list[torch.Tensor]] = []
-        spans: list[list[int]] = []  # where it begins here, bytes
+        spans: list[list[int]] = []  # where it begins in all parts, and bytes
         heads: list[torch.Tensor] = []
         for column in columns:
             near.append([])
             for host in column:
-                near[-1].append(self._near[at : at + host.nbytes].view(host.dtype))
+                near[-1].append(self._near_of(host, at))
                 if spans and _is_next(heads[-1], spans[-1], host, at):
                     spans[-1][1] += host.nbytes
                 else:
@@ -120,7 +105,7 @@ class Stage:
         return Window(self, part, moves), near
 
     def each(self, lanes: Sequence[Lane]) -> Iterator[Lane]:
-        """Yield lanes one by one, each with its state in its window until the next one. Local.
+        """Yield lanes one by one, each with its state at hand until the next one. Local.
 
         Raises:
             RuntimeError: a file could not be read or written; the step is half done.
@@ -143,50 +128,131 @@ class Stage:
         finally:
             wait([loading, *stored.values()])
 
+    def _near_of(self, host: torch.Tensor, at: int) -> torch.Tensor:
+        """Where a step works on a tensor."""
+        return host
+
     def _move(self, head: torch.Tensor, at: int, nbytes: int) -> Move:
         host = torch.empty(0, dtype=torch.uint8, device="cpu")
         start = head.storage_offset() * head.itemsize
         host.set_(head.untyped_storage(), start, (nbytes,))  # type: ignore[call-overload]
-        own = slice(at, at + nbytes)
-        between = None if self._between is None else self._between[own]
-        return Move(host, self._near[own], between)
+        return Move(host, host, host)
 
     def _now(self) -> torch.cuda.Event | None:
         """When all that was launched so far is done."""
-        if not self._streams:
-            return None
-        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
-        return event
+        return None
 
     def _load(self, moves: Sequence[Move], free: Future[None] | None) -> None:
         if free is not None:
             free.result()
-        for move in moves:
-            near = move.near if move.between is None else move.between
-            if self._files is not None:
-                self._files.read(move.host, near)
-        if self._streams:
-            with torch.cuda.stream(self._streams[0]):
-                for move in moves:
-                    source = move.host if move.between is None else move.between
-                    move.near.copy_(source, non_blocking=True)
-            self._streams[0].synchronize()
+        self._bring(moves)
 
     def _store(self, moves: Sequence[Move], done: torch.cuda.Event | None) -> None:
         if done is not None:
             done.synchronize()
-            with torch.cuda.stream(self._streams[1]):
-                for move in moves:
-                    target = move.host if move.between is None else move.between
-                    target.copy_(move.near, non_blocking=True)
-            self._streams[1].synchronize()
-        if self._files is not None:
+        self._take(moves)
+
+    @abstractmethod
+    def _bring(self, moves: Sequence[Move]) -> None:
+        """Bring state to hand, in the reader's thread."""
+
+    @abstractmethod
+    def _take(self, moves: Sequence[Move]) -> None:
+        """Take state back, in the writer's thread."""
+
+
+class MappedStage(Stage):
+    """State in files, which a step on the CPU works on where it is mapped.
+
+    Args:
+        files: those files.
+        window_bytes: of all parts together.
+
+    **Memory**: ``window_bytes`` of the files' pages during a step. The system brings them in blocks
+    of up to 2 MiB; a window below 48 MiB has no room for the two that each slot has a part of, and
+    takes up to 4 MiB more for each slot and part.
+    """
+
+    def __init__(self, files: StateFiles, window_bytes: int) -> None:
+        super().__init__(window_bytes)
+        self._files = files
+        if self._part_bytes >= 4 * _EDGES * BLOCK_BYTES:
+            self._edge_bytes = _EDGES * BLOCK_BYTES
+
+    def _bring(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._files.bring(move.host)
+
+    def _take(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._files.drop(move.host)
+
+
+class DeviceStage(Stage):
+    """State in host memory or in files, which a step works on in memory of a CUDA device.
+
+    Transfers have a stream for each direction.
+
+    Args:
+        device: the parameters'.
+        window_bytes: of all parts together.
+        files: where state is mapped from; None where it is in pinned memory.
+
+    **Memory**: ``window_bytes`` on the device, as long as the object lives. With files as much
+    pinned host memory, and as much of the files' pages during a step.
+    """
+
+    def __init__(
+        self, device: torch.device, window_bytes: int, *, files: StateFiles | None = None
+    ) -> None:
+        super().__init__(window_bytes)
+        self._files = files
+        self._device = device
+        numel = _PARTS * self._part_bytes
+        self._near = torch.empty(numel, dtype=torch.uint8, device=device)
+        self._between: torch.Tensor | None = None
+        if files is not None:
+            self._between = torch.empty(numel, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def _near_of(self, host: torch.Tensor, at: int) -> torch.Tensor:
+        return self._near[at : at + host.nbytes].view(host.dtype)
+
+    def _move(self, head: torch.Tensor, at: int, nbytes: int) -> Move:
+        own = slice(at, at + nbytes)
+        host = super()._move(head, at, nbytes).host
+        return Move(host, host if self._between is None else self._between[own], self._near[own])
+
+    def _now(self) -> torch.cuda.Event | None:
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def _bring(self, moves: Sequence[Move]) -> None:
+        with torch.cuda.stream(self._inward):
             for move in moves:
-                self._files.write(move.host, move.near if move.between is None else move.between)
+                self._copy(move.between, move.host)
+                move.near.copy_(move.between, non_blocking=True)
+        self._inward.synchronize()
+
+    def _take(self, moves: Sequence[Move]) -> None:
+        with torch.cuda.stream(self._outward):
+            for move in moves:
+                move.between.copy_(move.near, non_blocking=True)
+        self._outward.synchronize()
+        for move in moves:
+            self._copy(move.host, move.between)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between a file and pinned memory; where there is no file they are the same."""
+        if self._files is not None:
+            mapped = target if self._files.holds(target) else source
+            self._files.bring(mapped)
+            target.copy_(source)
+            self._files.drop(mapped)
 
 
 def _is_next(head: torch.Tensor, span: Sequence[int], host: torch.Tensor, at: int) -> bool:
-    """Whether a tensor follows without a gap, both where it lives and on the stage."""
+    """Whether a tensor follows without a gap, both where it lives and in its part."""
     start, nbytes = span
     return (
         start + nbytes == at

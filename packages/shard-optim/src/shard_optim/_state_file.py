@@ -1,19 +1,22 @@
-"""State in files without a name: mapped for whoever looks, read and written by a step."""
+"""State in files without a name, whose pages come into memory and go."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-_Buffer = ctypes.Array[ctypes.c_char]
+BLOCK_BYTES = 2 << 20
+"""How much the system may bring where one page of it is asked for."""
+
+_POPULATE_WRITE = 23  # of madvise, which Python does not name yet
 
 
 class StateFiles:
@@ -25,14 +28,17 @@ class StateFiles:
     Args:
         folder: where to make files.
 
-    **Memory**: what somebody has looked at since the last ``forget``, in pages of the files, which
-    the system may take back at any time.
+    **Memory**: pages that were brought or looked at, until they are dropped. They belong to the
+    files, so the system may take them back at any time, too.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[int, tuple[weakref.ref[mmap.mmap], int, int]] = {}  # by address
+        self._files: dict[int, tuple[weakref.ref[mmap.mmap], int]] = {}  # by address: length
         self._places: list[int] = []
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
+        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        self._brings = True
 
     def zeros(self, nbytes: int) -> torch.Tensor:
         """Make a file of zeros and return its memory, uint8 ``[nbytes]``. Local.
@@ -44,13 +50,8 @@ class StateFiles:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
             with tempfile.TemporaryFile(buffering=0, dir=self._folder) as file:
-                fd = os.dup(file.fileno())
-            try:
-                os.posix_fallocate(fd, 0, nbytes)
-                memory = mmap.mmap(fd, nbytes)
-            except OSError:
-                os.close(fd)
-                raise
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                memory = mmap.mmap(file.fileno(), nbytes)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -58,72 +59,50 @@ class StateFiles:
                 f"{str(self._folder)!r}, got {error.strerror!r}; nothing was changed: free space "
                 f"or give another folder",
             ) from error
-        weakref.finalize(memory, os.close, fd)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        self._files[tensor.data_ptr()] = weakref.ref(memory), nbytes, fd
+        self._files = {at: known for at, known in self._files.items() if known[0]() is not None}
+        self._files[tensor.data_ptr()] = weakref.ref(memory), nbytes
         self._places = sorted(self._files)
         return tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in one of the files. Local."""
-        return self._find(tensor.data_ptr(), tensor.nbytes) is not None
+        address = tensor.data_ptr()
+        for start in reversed(self._places[: bisect_right(self._places, address)]):
+            reference, length = self._files[start]
+            if reference() is not None:
+                return address + tensor.nbytes <= start + length
+        return False
 
-    def read(self, host: torch.Tensor, target: torch.Tensor) -> None:
-        """Read what is in a file behind ``host`` into other memory of the same bytes. Local.
-
-        Raises:
-            RuntimeError: the system did not give it all.
-        """
-        self._transfer(os.preadv, host, target, "read")
-
-    def write(self, host: torch.Tensor, source: torch.Tensor) -> None:
-        """Write other memory into the file behind ``host``. Local.
+    def bring(self, tensor: torch.Tensor) -> None:
+        """Have the pages of a tensor in this process's memory, ready to be written. Local.
 
         Raises:
-            RuntimeError: the system did not take it all.
+            RuntimeError: the disk did not give them; touching them would end the process.
         """
-        self._transfer(os.pwritev, host, source, "written")
+        if self._brings and self._advise(tensor, _POPULATE_WRITE):
+            number = ctypes.get_errno()
+            if number == errno.EINVAL:  # before Linux 5.14: pages come when they are touched
+                self._brings = False
+                return
+            raise RuntimeError(
+                f"offload: {tensor.nbytes} bytes of state in {str(self._folder)!r} cannot be read "
+                f"or written ({os.strerror(number)}); the step is half done: load a checkpoint"
+            )
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Take the pages of a tensor out of this process's memory; the file has them. Local."""
+        self._advise(tensor, mmap.MADV_DONTNEED)
 
     def forget(self) -> None:
-        """Take the files' pages out of this process's memory; they stay in the files. Local."""
-        for reference, _, _ in self._files.values():
+        """Take all pages out of this process's memory; the files have them. Local."""
+        for reference, _ in self._files.values():
             memory = reference()
             if memory is not None:
                 memory.madvise(mmap.MADV_DONTNEED)
 
-    def _find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """The file with these bytes, and where they begin in it."""
-        index = bisect_right(self._places, address) - 1
-        if index < 0:
-            return None
-        start = self._places[index]
-        reference, length, fd = self._files[start]
-        if reference() is None:
-            del self._files[start]
-            self._places = sorted(self._files)
-            return self._find(address, nbytes)
-        return (fd, address - start) if address + nbytes <= start + length else None
-
-    def _transfer(
-        self,
-        move: Callable[[int, list[_Buffer], int], int],
-        host: torch.Tensor,
-        other: torch.Tensor,
-        verb: str,
-    ) -> None:
-        found = self._find(host.data_ptr(), host.nbytes)
-        assert found is not None, "a plan lists tensors of these files alone"
-        fd, offset = found
-        done, failure = 0, None
-        while done < host.nbytes:
-            rest = (ctypes.c_char * (host.nbytes - done)).from_address(other.data_ptr() + done)
-            try:
-                moved = move(fd, [rest], offset + done)
-            except OSError as error:
-                moved, failure = 0, error
-            if not moved:
-                raise RuntimeError(
-                    f"offload: {done} of {host.nbytes} bytes of state were {verb} in "
-                    f"{str(self._folder)!r} ({failure}); the step is half done: load a checkpoint"
-                ) from failure
-            done += moved
+    def _advise(self, tensor: torch.Tensor, advice: int) -> int:
+        # Not through mmap.madvise, which lets no other thread run meanwhile.
+        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        length = tensor.data_ptr() + tensor.nbytes - begin
+        return int(self._madvise(begin, length, advice))
