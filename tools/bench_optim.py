@@ -128,7 +128,7 @@ def bench_rank(comm: Comm, numel: int, tiny: int, kinds: int, rounds: int) -> li
         *bench_tiny(comm, tiny, rounds),
         *bench_kinds(comm, kinds, rounds),
         bench_replicated(comm, kinds, rounds),
-        bench_offload(comm, kinds, rounds),
+        bench_offload(comm, numel, rounds),
         *count_muon(comm),
     ]
 
