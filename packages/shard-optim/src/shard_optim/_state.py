@@ -161,10 +161,11 @@ def _is_of(source: Saved, slots: Sequence[Slot], param: torch.Tensor) -> bool:
 def _check_state(
     name: str, param: torch.Tensor, source: Saved, slots: Sequence[Slot], kind: str
 ) -> None:
-    whose = f"it is that of {owner_of(source)}, and this is {kind}"
+    owner = owner_of(source)
+    whose = "" if kind in owner.split() else f": it is that of {owner}, and this is {kind}"
     for key in ("step", *(slot.name for slot in slots)):
         if key not in source:
-            raise ValueError(f"{name}: the state has no {key!r}, only {sorted(source)}: {whose}")
+            raise ValueError(f"{name}: the state has no {key!r}, only {sorted(source)}{whose}")
     for slot in slots:
         value, wanted = source[slot.name], slot.shape_of(param)
         if tuple(value.shape) != wanted:
@@ -173,7 +174,7 @@ def _check_state(
             )
         dtype = slot.dtype_of(param)
         if value.dtype.is_floating_point != dtype.is_floating_point:
-            raise ValueError(f"{name}: expected {slot.name} of {dtype}, got {value.dtype}: {whose}")
+            raise ValueError(f"{name}: expected {slot.name} of {dtype}, got {value.dtype}{whose}")
         if isinstance(value, ShardTensor) and not (
             isinstance(param, ShardTensor) and slot.is_cut_like(value, param)
         ):
