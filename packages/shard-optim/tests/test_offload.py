@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -271,22 +272,27 @@ def test_an_update_that_fails_waits_for_its_transfers(
     params = [nn.Parameter(torch.ones(20_000))]
     params[0].grad = torch.ones(20_000)
     optimizer = AdamW(params, offload=disk)
-    running: list[int] = []
+    release = Event()
+    ended: list[int] = []
     bring = MappedStage._bring
 
-    def watched(self: MappedStage, moves: Any) -> None:
-        running.append(1)
+    def slow(self: MappedStage, moves: Any) -> None:
+        if ended:  # the second one, which goes on after the update has failed
+            release.wait(60)
+            for _ in range(300):
+                bring(self, moves)
         bring(self, moves)
-        running.pop()
+        ended.append(len(moves))
 
     def failing(lane: Lane, grads: Any, job: Any) -> None:
+        release.set()
         raise ZeroDivisionError
 
-    monkeypatch.setattr(MappedStage, "_bring", watched)
+    monkeypatch.setattr(MappedStage, "_bring", slow)
     monkeypatch.setattr(optimizer, "_update", failing)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    assert running == []
+    assert ended == [2, 2]
 
 
 def _mapped_bytes(folder: Path) -> int:

@@ -102,6 +102,7 @@ class StateFiles:
                 memory.madvise(mmap.MADV_DONTNEED)
 
     def _advise(self, tensor: torch.Tensor, advice: int) -> int:
+        assert self.holds(tensor), "a plan lists tensors of these files alone"
         # Not through mmap.madvise, which lets no other thread run meanwhile.
         begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         length = tensor.data_ptr() + tensor.nbytes - begin
