@@ -27,12 +27,13 @@ from shard_optim import (
     Lion,
     Muon,
     Offload,
+    Shampoo,
     clip_grad_norm_,
 )
 from shard_testing import DecoderBlock, TinyDecoder, full_value, run_threads, token_batches
 from shard_wrap import by_class
 
-KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS: dict[str, Callable[..., Any]] = {
     "sgd": lambda named: SGD(named, lr=0.1, momentum=0.9, dampening=0.2),
     "adam": lambda named: Adam(named, lr=1e-2),
     "adamw": lambda named: AdamW(named, lr=1e-2),
@@ -40,8 +41,11 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "adamw8bit": lambda named: AdamW8bit(named, lr=1e-2),
     "lion": lambda named: Lion(named, lr=1e-3),
     "adafactor": lambda named: Adafactor(named, lr=5e-2),
-    "muon": lambda named: Muon(named, lr=1e-2),
-    "soap": lambda named: SOAP(named, lr=1e-2, precondition_every=2),
+    "muon": lambda named, **hyper: Muon(named, lr=1e-2, **hyper),
+    "soap": lambda named, **hyper: SOAP(named, lr=1e-2, precondition_every=2, **hyper),
+    "shampoo": lambda named, **hyper: Shampoo(
+        named, lr=1e-2, precondition_frequency=2, max_preconditioner_dim=40, **hyper
+    ),
 }
 
 
@@ -113,3 +117,39 @@ def test_a_run_goes_on_on_other_ranks(kind: str, tmp_path: Path) -> None:
             assert found == losses[2:]
             assert mean == averaged
             assert all(torch.equal(a, b) for a, b in zip(ends, values, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["muon", "soap", "shampoo"])
+def test_owners_of_replicated_matrices_change(kind: str, tmp_path: Path) -> None:
+    """State of owners among two ranks goes on with owners among three, and without any."""
+    batches = token_batches(1, 1) * 4
+
+    def run(comm: Comm, path: Path, resume: bool) -> list[float]:
+        model = TinyDecoder(width=16)
+        optimizer = KINDS[kind](model.named_parameters(), comm=comm)
+
+        def state() -> dict[str, Any]:
+            return {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(allocate=True),
+            }
+
+        if resume:
+            loaded = load(state(), path, comm=comm)
+            model.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+        losses = []
+        for step, (tokens,) in enumerate(batches[2:] if resume else batches):
+            optimizer.zero_grad()
+            loss = model.loss(tokens)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            if step == 1 and not resume:
+                save(state(), path, comm=comm)
+        return losses
+
+    losses = run_threads(run, 2, tmp_path / "there", False)[0]
+    assert losses[-1] < losses[0]
+    for world_size in (1, 3):
+        assert run_threads(run, world_size, tmp_path / "there", True) == [losses[2:]] * world_size

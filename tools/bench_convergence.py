@@ -23,7 +23,7 @@ from torch import nn
 
 from shard_comm import Comm
 from shard_flat import ParamSpec, ShardTensor, plan_layout
-from shard_optim import SGD, SOAP, Adafactor, Adam, AdamW, AdamW8bit, Lion, Muon
+from shard_optim import SGD, SOAP, Adafactor, Adam, AdamW, AdamW8bit, Lion, Muon, Shampoo
 from shard_testing import TinyDecoder, run_threads
 
 _VOCAB, _WIDTH, _LAST = 61, 48, 20
@@ -91,6 +91,7 @@ def cases() -> dict[str, Case]:
         "Adafactor": _pair(Adafactor, torch.optim.Adafactor, lr=0.02),
         "Muon": Case(_muon, _muon),
         "SOAP": _pair(SOAP, SOAP, lr=3e-3),
+        "Shampoo": _pair(Shampoo, Shampoo, lr=3e-3, weight_decay=0.0),
         "AdamW8bit": Case(lambda params: AdamW8bit(params, lr=3e-3), _torch_adamw),
         "AdamW, bfloat16, stochastic": Case(narrow("stochastic"), wide, bf16),
         "AdamW, bfloat16, kahan": Case(narrow("kahan"), wide, bf16),

@@ -25,10 +25,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shard_comm import Comm, Recorded
+from shard_comm import Comm, PlanComm
 from shard_flat import ParamSpec, ShardTensor, plan_layout
 from shard_optim import (
     SGD,
+    SOAP,
     Adafactor,
     Adam,
     AdamW,
@@ -36,11 +37,10 @@ from shard_optim import (
     Lion,
     Muon,
     Offload,
+    Shampoo,
     ShardedOptimizer,
     clip_grad_norm_,
 )
-from shard_optim._newton import cost_of
-from shard_optim._workshop import plan_rounds
 from shard_testing import run_ranks
 
 _WORLD_SIZE = 2
@@ -129,7 +129,6 @@ def bench_rank(comm: Comm, numel: int, tiny: int, kinds: int, rounds: int) -> li
         *bench_kinds(comm, kinds, rounds),
         bench_replicated(comm, kinds, rounds),
         bench_offload(comm, numel, rounds),
-        *count_muon(comm),
     ]
 
 
@@ -247,44 +246,33 @@ def bench_offload(comm: Comm, numel: int, rounds: int) -> Row:
     return row(name, "AdamW, state in memory", times, target=None)
 
 
-def count_muon(comm: Comm) -> list[Row]:
-    """Count what Muon sends for a small decoder, and plan who works on what for larger ones."""
-    recorded = Recorded(comm)
-    params = [
-        param
-        for _ in range(8)  # a layout per block, as a runtime makes them
-        for param in sharded_params(
-            recorded, [(192, 64), (64, 64), (256, 64), (256, 64), (64, 256)]
-        )
-    ]
-    optimizer = Muon(params, lr=1e-3)
-    optimizer.step()
-    recorded.reset()
-    optimizer.step()
-    sent = sum(comm.all_gather_object(recorded.records["all_to_all"].payload_bytes))
-    held = sum(param.numel() * param.dtype.itemsize for param in params)
-    rows = [Row("Muon, bytes sent by all ranks", "bytes of the matrices", 0, 0, sent / held, 2.0)]
-    for size in (2, 4, 8, 16):
-        layout = plan_layout(
-            [ParamSpec(f"p{i}", s, torch.float32) for i, s in enumerate(_BLOCK)], size
-        )
-        shapes = _BLOCK * 32
-        ranges = [
-            [(piece.start, piece.stop) for piece in (layout.piece(r, i) for r in range(size))]
-            for i in range(len(_BLOCK))
-        ] * 32
-        costs = [cost_of(*shape) for shape in shapes]
-        loads = [0.0] * size
-        for owners in plan_rounds(costs, ranges, size):
-            for index, owner in owners.items():
-                loads[owner] += costs[index]
-        ratio = max(loads) * size / sum(loads)
-        name = f"Muon, largest load of {size} owners, 32 blocks of a decoder"
-        rows.append(Row(name, "the mean", 0, 0, ratio, 1.2))
+def count_matrices() -> list[Row]:
+    """Count what optimizers of matrices send for a decoder of 12 blocks, and who works on what.
+
+    Ratios do not depend on the width. Each rank is counted by itself, as if the others were there.
+    """
+    kinds: dict[str, Any] = {"Muon": Muon, "SOAP": SOAP, "Shampoo": Shampoo}
+    rows = []
+    for name, kind in kinds.items():
+        for size in (2, 4, 8):
+            sent = held = 0
+            for rank in range(size):
+                comm = PlanComm(size, rank, "cpu")
+                # A layout per block, as a runtime makes them.
+                params = [p for _ in range(12) for p in sharded_params(comm, _BLOCK)]
+                optimizer = kind(params)
+                optimizer.step()
+                sent += comm.records["all_to_all"].payload_bytes
+                held = sum(p.numel() * p.dtype.itemsize for p in params if p.ndim == 2)
+            (loads,) = optimizer._workshop.loads.values()
+            what = f"{name}, {size} ranks"
+            busiest = max(loads) * size / sum(loads)
+            rows.append(Row(f"{what}, bytes sent", "bytes of matrices", 0, 0, sent / held, 2.0))
+            rows.append(Row(f"{what}, largest load", "the mean", 0, 0, busiest, 1.2))
     return rows
 
 
-_BLOCK = [(12288, 4096), (4096, 4096), (11008, 4096), (11008, 4096), (4096, 11008)]
+_BLOCK: list[tuple[int, ...]] = [(64,), (192, 64), (64, 64), (64,), (256, 64), (64, 256)]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -313,6 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     if min(arguments) < 1:
         parser.error("--numel, --tiny, --kinds and --rounds must be at least 1")
     rows: list[Row] = run_ranks(bench_rank, _WORLD_SIZE, *arguments, timeout_s=1200)[0]
+    rows += count_matrices()
     print(table(rows))
     if options.json is not None:
         text = json.dumps([asdict(each) for each in rows], indent=2)

@@ -17,6 +17,7 @@ from shard_comm import (
     HostStaged,
     Recorded,
     SharedMemoryComm,
+    Slices,
     SoloComm,
     ThreadComm,
     comm_for,
@@ -51,6 +52,12 @@ MISMATCHES: dict[str, tuple[Call, Call, str]] = {
         lambda c: c.all_to_all(torch.empty(3).int(), ONES(3).int()),
         "ranks [0, 2] call all_to_all of 3 float32 (call 2), "
         "rank 1 calls all_to_all of 3 int32 (call 2)",
+    ),
+    "slices": (
+        lambda c: c.all_to_all(ONES(0), ONES(0), slices=Slices((0,) * 3, (0,) * 3, 5)),
+        lambda c: c.all_to_all(ONES(0), ONES(0), slices=Slices((0,) * 3, (0,) * 3, 6)),
+        "ranks [0, 2] call all_to_all by slices of 5 float32 (call 2), "
+        "rank 1 calls all_to_all by slices of 6 float32 (call 2)",
     ),
     "reduction": (
         lambda c: c.reduce_scatter(ONES(1), ONES(3), op="mean"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shard_comm import Comm, HostStaged, PlanComm, Recorded, SoloComm, ThreadComm
+from shard_comm import Comm, HostStaged, PlanComm, Recorded, Slices, SoloComm, ThreadComm
 from shard_testing import run_threads
 
 ONES = torch.ones
@@ -92,6 +92,22 @@ BAD: dict[str, tuple[Callable[[Comm], object], str]] = {
     "exchange_uneven": (
         lambda c: c.all_to_all(ONES(3), ONES(3)),
         "all_to_all: expected a multiple of 2 elements, got 3",
+    ),
+    "exchange_slices": (
+        lambda c: c.all_to_all(ONES(2), ONES(3), slices=Slices((0, 2), (0, 2), 2)),
+        "all_to_all: expected an inp of 2 elements, got 3",
+    ),
+    "exchange_slices_out": (
+        lambda c: c.all_to_all(ONES(3), ONES(2), slices=Slices((0, 2), (0, 2), 2)),
+        "all_to_all: expected 2 elements beside 2 on the other side, got 3",
+    ),
+    "exchange_slices_ranks": (
+        lambda c: c.all_to_all(ONES(2), ONES(2), slices=Slices((2,), (0, 2), 2)),
+        "all_to_all: expected slices of 2 lengths each way, none below 0, got",
+    ),
+    "exchange_slices_longest": (
+        lambda c: c.all_to_all(ONES(2), ONES(2), slices=Slices((0, 2), (0, 2), 1)),
+        "all_to_all: expected slices of at most 1, got",
     ),
     "exchange_in_place": (lambda c: c.all_to_all((both := ONES(4)), both), "all_to_all: .*overlap"),
     "timeout": (

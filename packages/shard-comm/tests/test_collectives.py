@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -16,8 +17,11 @@ from shard_comm import (
     Checked,
     Comm,
     GroupComm,
+    HostStaged,
+    Quantized,
     Recorded,
     SharedMemoryComm,
+    Slices,
     SoloComm,
     comm_for,
 )
@@ -89,6 +93,25 @@ def check_all_to_all(comm: Comm) -> None:
         ), dtype
 
 
+def slices_of(comm: Comm) -> Slices:
+    """Rank r sends ``r * s`` elements to rank s: rank 0 sends and receives none."""
+    lengths = tuple(comm.rank * other for other in range(comm.size))
+    return Slices(lengths, lengths, (comm.size - 1) ** 2)
+
+
+def check_ragged(comm: Comm) -> None:
+    """All of what rank r sends to rank s is 10 r + s."""
+    slices = slices_of(comm)
+    for dtype in MOVED_DTYPES:
+        sent = [10 * comm.rank + s for s, n in enumerate(slices.sent) for _ in range(n)]
+        inp = torch.tensor(sent).to(dtype)
+        out = torch.zeros(sum(slices.received), dtype=dtype)
+        comm.all_to_all(out, inp, slices=slices, async_op=True).wait()
+        received = [10 * s + comm.rank for s, n in enumerate(slices.received) for _ in range(n)]
+        expected = torch.tensor(received).to(dtype)
+        assert torch.equal(out.to(torch.complex64), expected.to(torch.complex64)), dtype
+
+
 def check_reduce(comm: Comm) -> None:
     mine, total = ODD[comm.rank], SQUARES[comm.size - 1]
     for dtype in SUMMED_DTYPES:
@@ -152,6 +175,8 @@ def check_nothing_to_move(comm: Comm) -> None:
     comm.all_reduce(nothing)
     comm.broadcast(nothing, src=0)
     comm.all_to_all(nothing, torch.empty(0))
+    none = (0,) * comm.size
+    comm.all_to_all(nothing, torch.empty(0), slices=Slices(none, none, 0))
     assert nothing.numel() == 0
 
 
@@ -238,6 +263,7 @@ def check_all(comm: Comm) -> list[bytes]:
     check_gather_in_place(comm)
     check_broadcast(comm)
     check_all_to_all(comm)
+    check_ragged(comm)
     check_reduce(comm)
     check_mean_is_no_sum(comm)
     check_scalar_and_parameter(comm)
@@ -253,6 +279,11 @@ def check_all(comm: Comm) -> list[bytes]:
 
 def check_recorded(comm: Comm) -> list[bytes]:
     return check_all(Recorded(Checked(comm)))
+
+
+@pytest.mark.parametrize("wrap", [Quantized, lambda comm: HostStaged(comm, "cpu")])
+def test_ragged_through_wrappers(wrap: Callable[[Comm], Comm]) -> None:
+    run_threads(lambda comm: check_ragged(wrap(comm)), 3)
 
 
 def test_one_rank() -> None:

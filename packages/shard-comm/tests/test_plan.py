@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shard_comm import Comm, PlanComm, Recorded
+from shard_comm import Comm, PlanComm, Recorded, Slices
 from shard_testing import run_threads
 
 Counts = dict[str, tuple[int, int]]
@@ -24,6 +24,10 @@ def step(comm: Comm) -> None:
     comm.all_reduce(comm.empty(2, torch.bfloat16), op="mean", sum_dtype=torch.float32)
     comm.broadcast(comm.empty(4, torch.int64), src=comm.size - 1)
     comm.all_to_all(comm.empty(12, torch.int8), comm.empty(12, torch.int8))
+    lengths = tuple(comm.rank * other for other in range(comm.size))
+    numel, slices = sum(lengths), Slices(lengths, lengths, 4)
+    inp, out = (comm.empty(numel, torch.float32) for _ in range(2))
+    comm.all_to_all(out, inp, slices=slices)
     comm.barrier()
     comm.all_gather_object({"rank": comm.rank})
 
@@ -64,6 +68,9 @@ def test_what_results_hold() -> None:
     inp = torch.arange(6.0)
     plan.all_to_all(out.fill_(-1), inp)
     assert out.tolist() == [-1.0, -1.0, 2.0, 3.0, -1.0, -1.0]
+    out = torch.full((4,), -1.0)
+    plan.all_to_all(out, inp[:3], slices=Slices((0, 2, 1), (1, 2, 1), 2))
+    assert out.tolist() == [-1.0, 0.0, 1.0, -1.0]
     shard = torch.empty(2)
     plan.reduce_scatter(shard, inp.clone())
     assert shard.tolist() == [2.0, 3.0]

@@ -16,6 +16,7 @@ from shard_comm import Comm, Recorded
 from shard_flat import ShardTensor
 from shard_optim import Adafactor
 from shard_optim._rows import Rows
+from shard_optim._window import Scratch
 from shard_testing import draw_steps, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
@@ -41,7 +42,7 @@ def test_rows_by_hand() -> None:
     flat = torch.tensor([2.0, 3.0])
     assert list(rows.windows(flat.device)) == [(0, 2)]
     assert rows.take(flat, 0, 2).tolist() == [[0, 0, 2], [3, 0, 0]]
-    by_row, by_column = rows.square_sums(flat)
+    by_row, by_column = rows.square_sums(flat, Scratch())
     assert by_row.tolist() == [4, 9]
     assert by_column.tolist() == [[9, 0, 4]]
 
@@ -53,7 +54,10 @@ def test_rows_by_hand() -> None:
 def test_pieces_add_up_to_the_whole(shape: list[int], cuts: list[int]) -> None:
     whole = torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
     edges = sorted({0, whole.numel(), *(cut % whole.numel() for cut in cuts)})
-    sums = [Rows(tuple(shape), a, b).square_sums(whole.view(-1)[a:b]) for a, b in pairwise(edges)]
+    sums = [
+        Rows(tuple(shape), a, b).square_sums(whole.view(-1)[a:b], Scratch())
+        for a, b in pairwise(edges)
+    ]
     squares = whole.double().square()
     by_row, by_column = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
     assert torch.equal(by_row, squares.sum(-1).view(-1))

@@ -13,7 +13,18 @@ from torch import nn
 
 from shard_comm import Comm
 from shard_flat import ShardTensor
-from shard_optim import SGD, SOAP, Adafactor, Adam, AdamW, AdamW8bit, GradScaler, Lion, Muon
+from shard_optim import (
+    SGD,
+    SOAP,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    GradScaler,
+    Lion,
+    Muon,
+    Shampoo,
+)
 from shard_testing import run_threads
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
@@ -31,6 +42,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "adafactor": lambda p: Adafactor(p, lr=0.1),
     "muon": lambda p: Muon(p, lr=0.1),
     "soap": lambda p: SOAP(p, lr=0.1),
+    "shampoo": lambda p: Shampoo(p, lr=0.1, max_preconditioner_dim=32),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3])

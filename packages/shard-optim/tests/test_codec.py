@@ -12,7 +12,7 @@ from torch import nn
 from shard_comm import Comm
 from shard_flat import ShardTensor
 from shard_optim import SGD, SOAP, Adafactor, Adam, AdamW, AdamW8bit, Lion, Muon, Offload
-from shard_optim._blocks import cut_blocks
+from shard_optim._cuts import cut_blocks
 from shard_testing import draw_steps, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
@@ -34,7 +34,7 @@ def whole(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 @worlds
 def test_there_and_back(make_params: MakeParams, give_grads: GiveGrads, world_size: int) -> None:
-    """Codes made of moments are those of one rank, as near as codes are; made again, the same."""
+    """Codes made of moments are those of one rank, as near as codes are; made again, alike."""
     values, steps = draw_steps(SHAPES, torch.float32, 3)
 
     def rank(comm: Comm) -> tuple[Any, Any]:
@@ -60,7 +60,11 @@ def test_there_and_back(make_params: MakeParams, give_grads: GiveGrads, world_si
                 moments[name]["exp_avg_sq"], own["exp_avg_sq"], rtol=0.06, atol=0
             )
             for key, value in found[name].items():
-                assert torch.equal(codes[name][key], value)
+                again_there = codes[name][key]
+                if value.is_floating_point():  # a scale, back from the number of the largest code
+                    torch.testing.assert_close(again_there, value, rtol=1e-6, atol=0)
+                else:
+                    assert torch.equal(again_there, value)
         assert found["p0"]["exp_avg"].dtype == torch.int8
         assert found["p1"]["exp_avg"].dtype == torch.float32  # too small for codes
         return found, moments

@@ -11,7 +11,7 @@ from shard_comm import Comm, Recorded
 from shard_flat import ParamSpec, plan_layout
 from shard_optim import _routes
 from shard_optim._newton import cost_of
-from shard_optim._owners import assign_owners
+from shard_optim._owners import Ledger
 from shard_optim._routes import Round, split_rounds
 from shard_optim._workshop import plan_rounds
 from shard_testing import run_threads
@@ -19,21 +19,21 @@ from shard_testing import run_threads
 
 def test_worked_example() -> None:
     nowhere: list[list[tuple[int, int]]] = [[]] * 5
-    owners = assign_owners([5, 4, 3, 3, 3], nowhere, 2)
+    owners = Ledger(2).assign([5, 4, 3, 3, 3], nowhere)
     assert owners == [0, 1, 1, 0, 1]
 
 
 def test_equally_free_ranks_share_the_traffic() -> None:
     """Four like matrices on rank 0: two go elsewhere, and not to where one has gone before."""
     held = [[(0, 10)]] * 4
-    assert sorted(assign_owners([1.0] * 4, held, 4)) == [0, 1, 2, 3]
+    assert sorted(Ledger(4).assign([1.0] * 4, held)) == [0, 1, 2, 3]
     # Each lies on the rank of its number: nobody needs to send.
-    assert assign_owners([1.0] * 3, [[(2, 5)], [(1, 5)], [(0, 5)]], 3) == [2, 1, 0]
+    assert Ledger(3).assign([1.0] * 3, [[(2, 5)], [(1, 5)], [(0, 5)]]) == [2, 1, 0]
 
 
 @given(costs=st.lists(st.floats(0.1, 100), min_size=1, max_size=40), size=st.integers(1, 6))
 def test_largest_load_is_within_four_thirds(costs: list[float], size: int) -> None:
-    owners = assign_owners(costs, [[] for _ in costs], size)
+    owners = Ledger(size).assign(costs, [[] for _ in costs])
     loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(size)]
     by_cost = sorted(costs, reverse=True)
     best = max(
@@ -46,7 +46,7 @@ def test_largest_load_is_within_four_thirds(costs: list[float], size: int) -> No
 def test_loads_of_a_decoder_are_within_a_fifth_of_the_mean(world_size: int) -> None:
     block = [(1536, 512), (512, 512), (2048, 512), (2048, 512), (512, 2048)]
     costs = [cost_of(*shape) for shape in block * 12]
-    owners = assign_owners(costs, [[] for _ in costs], world_size)
+    owners = Ledger(world_size).assign(costs, [[] for _ in costs])
     loads = [
         sum(c for c, o in zip(costs, owners, strict=True) if o == rank)
         for rank in range(world_size)
@@ -74,9 +74,9 @@ def test_there_and_back(shapes: list[tuple[int, int]], size: int) -> None:
         [(piece.start, piece.stop) for piece in (layout.piece(r, i) for r in range(size))]
         for i in range(len(shapes))
     ]
-    (owners,) = plan_rounds([cost_of(*shape) for shape in shapes], ranges, size)
+    (owners,) = plan_rounds([cost_of(*shape) for shape in shapes], ranges=ranges, world_size=size)
 
-    def rank(comm: Comm) -> tuple[int, int]:
+    def rank(comm: Comm) -> int:
         recorded = Recorded(comm)
         each = Round(recorded, dict(enumerate(ranges)), owners, torch.float32)
         own = [slice(*ranges[i][comm.rank]) for i in range(len(shapes))]
@@ -88,9 +88,12 @@ def test_there_and_back(shapes: list[tuple[int, int]], size: int) -> None:
             each.give_back({i: -whole for i, whole in arrived.items()})
             for i, piece in each.pieces().items():
                 assert torch.equal(piece, -wholes[i][own[i]])
-        return recorded.records["all_to_all"].payload_bytes, each.slice_numel
+        return recorded.records["all_to_all"].payload_bytes
 
-    total = sum(whole.nbytes for whole in wholes) + size * 16
-    for sent, slice_numel in run_threads(rank, size):
-        assert sent == 4 * 4 * slice_numel * size
-        assert sent <= 4 * total  # twice there and back
+    away = sum(
+        stop - start
+        for i, each in enumerate(ranges)
+        for holder, (start, stop) in enumerate(each)
+        if holder != owners[i]
+    )
+    assert sum(run_threads(rank, size)) == 4 * 4 * away  # twice there and back, and no padding

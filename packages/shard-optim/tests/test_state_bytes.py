@@ -69,7 +69,7 @@ def owned(optimizer: Any, param: Any) -> int:
     """Two moments and two squares of each side, with one rank; two moments of what is no matrix."""
     if param.ndim != 2:
         return 2 * _local(param).nbytes
-    if optimizer._owners[param] != param.comm.rank:
+    if not _local(optimizer.state[param]["exp_avg"]).numel():
         return 0
     rows, columns = param.shape
     numel: int = rows * columns + rows**2 + columns**2

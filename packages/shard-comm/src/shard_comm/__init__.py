@@ -10,6 +10,7 @@ from shard_comm._quantized import Quantized
 from shard_comm._recorded import OpRecord, Recorded
 from shard_comm._shared_array import SharedArray
 from shard_comm._shared_memory import SharedMemoryComm
+from shard_comm._slices import Slices
 from shard_comm._solo import SoloComm
 from shard_comm._staged import HostStaged
 from shard_comm._thread import ThreadComm
@@ -27,6 +28,7 @@ __all__ = [
     "Recorded",
     "SharedArray",
     "SharedMemoryComm",
+    "Slices",
     "SoloComm",
     "ThreadComm",
     "Work",

@@ -15,6 +15,7 @@ from shard_comm._call_entry import CallEntry
 from shard_comm._calls import listed, noted, noted_anew
 from shard_comm._comm import Comm, Work
 from shard_comm._shared_array import SharedArray
+from shard_comm._slices import Slices
 from shard_comm._wrapper import Wrapper
 
 KEPT = 64
@@ -129,6 +130,14 @@ class Checked(Wrapper):
         return self._run(
             "all_to_all", inp, timeout_s, lambda: self.inner._all_to_all(out, inp, timeout_s)
         )
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        def go() -> Work:
+            return self.inner._all_to_all_by(slices, out, inp, timeout_s)
+
+        return self._run("all_to_all by slices", slices.outline(inp), timeout_s, go)
 
     def _sum_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, divisor: int, timeout_s: float | None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shard_comm._calls import noted
 from shard_comm._reduction import Reduction
+from shard_comm._slices import Slices
 from shard_comm._tree import tree_sum_wide
 
 if TYPE_CHECKING:
@@ -275,6 +276,7 @@ class Comm(ABC):
         out: torch.Tensor,
         inp: torch.Tensor,
         *,
+        slices: Slices | None = None,
         async_op: bool = False,
         timeout_s: float | None = None,
         name: str = "",
@@ -284,6 +286,8 @@ class Comm(ABC):
         Args:
             out: ``[size * n]``, contiguous, not part of ``inp``.
             inp: ``[size * n]``, same dtype.
+            slices: how long the slices are that lie end to end, where they are not all equal;
+                ``out`` and ``inp`` then have as many elements as that says.
             async_op: return at once; wait with the returned work.
             timeout_s: seconds after which the wait raises.
             name: what is moved, for errors.
@@ -293,8 +297,13 @@ class Comm(ABC):
                 nothing was sent.
             RuntimeError: a rank did not arrive in time, or the comm is closed.
         """
-        self._check("all_to_all", out, inp, out_numel=inp.numel(), timeout_s=timeout_s)
+        numel = inp.numel() if slices is None else sum(slices.received)
+        self._check("all_to_all", out, inp, out_numel=numel, timeout_s=timeout_s)
         self._check_apart("all_to_all", out, inp)
+        if slices is not None:
+            slices.check("all_to_all", inp, self.size, where=self._where)
+            with noted(name):
+                return self._end(self._all_to_all_by(slices, out, inp, timeout_s), async_op)
         if inp.numel() % self.size:
             raise ValueError(
                 f"all_to_all: expected a multiple of {self.size} elements, got {inp.numel()}"
@@ -355,6 +364,20 @@ class Comm(ABC):
     def _all_to_all(
         self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
     ) -> Work: ...
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        """Exchange slices of several lengths; padded, unless a transport can do better."""
+        sent = slices.padded(inp)
+        received = torch.empty_like(sent)
+        arriving = self._all_to_all(received, sent, timeout_s)
+
+        def finish() -> None:
+            arriving.wait()
+            slices.unpad(received, out)
+
+        return Work(finish)
 
     def _sum_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, divisor: int, timeout_s: float | None

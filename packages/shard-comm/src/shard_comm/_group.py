@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shard_comm._calls import describe, noted
 from shard_comm._comm import Comm, Work
 from shard_comm._roll import SLOW_S, Inquiry, Roll
+from shard_comm._slices import Slices
 from shard_comm._solo import SoloComm
 from shard_comm._tree import tree_sum_rows
 
@@ -201,6 +202,16 @@ class GroupComm(Comm):
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         work = dist.all_to_all_single(
             _bytes_of(out), _bytes_of(inp), group=self.group, async_op=True
+        )
+        return self._launch("all_to_all", work, timeout_s, inp)
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        width = inp.itemsize
+        received, sent = ([n * width for n in side] for side in (slices.received, slices.sent))
+        work = dist.all_to_all_single(
+            _bytes_of(out), _bytes_of(inp), received, sent, group=self.group, async_op=True
         )
         return self._launch("all_to_all", work, timeout_s, inp)
 

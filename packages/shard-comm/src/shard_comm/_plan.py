@@ -10,6 +10,7 @@ import torch
 
 from shard_comm._comm import Comm, Work
 from shard_comm._recorded import OpRecord
+from shard_comm._slices import Slices
 
 
 class PlanComm(Comm):
@@ -95,6 +96,13 @@ class PlanComm(Comm):
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         self._own(out).copy_(self._own(inp))
+        return self._count("all_to_all", inp.nbytes)
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        into = out.view(-1).split(slices.received)[self.rank]
+        into.copy_(inp.view(-1).split(slices.sent)[self.rank])
         return self._count("all_to_all", inp.nbytes)
 
     def _sum_scatter(

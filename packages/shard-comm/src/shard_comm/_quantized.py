@@ -6,6 +6,7 @@ import torch
 
 from shard_comm._codes import BlockCode
 from shard_comm._comm import Comm, Work
+from shard_comm._slices import Slices
 from shard_comm._tree import tree_fold
 from shard_comm._wrapper import Wrapper
 
@@ -119,6 +120,11 @@ class Quantized(Wrapper):
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         return self.inner._all_to_all(out, inp, timeout_s)
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        return self.inner._all_to_all_by(slices, out, inp, timeout_s)
 
     def _codes(self, tensor: torch.Tensor) -> bool:
         return self.size > 1 and tensor.dtype in _CODED and tensor.numel() > 0

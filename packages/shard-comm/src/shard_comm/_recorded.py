@@ -11,6 +11,7 @@ import torch
 
 from shard_comm._comm import Comm, Work
 from shard_comm._shared_array import SharedArray
+from shard_comm._slices import Slices
 from shard_comm._wrapper import Wrapper
 
 
@@ -21,7 +22,7 @@ class OpRecord:
     Attributes:
         calls: number of calls.
         payload_bytes: bytes of the larger side of each call (the output of a gather, the input
-            of a reduction), summed.
+            of a reduction), summed; of an exchange, what this rank sends.
         wait_s: seconds between each call and the end of its wait, summed; overlapped
             collectives count their whole time.
     """
@@ -100,6 +101,13 @@ class Recorded(Wrapper):
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         began = time.perf_counter()
         work = self.inner._all_to_all(out, inp, timeout_s)
+        return self._count("all_to_all", inp.nbytes, work, began)
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        began = time.perf_counter()
+        work = self.inner._all_to_all_by(slices, out, inp, timeout_s)
         return self._count("all_to_all", inp.nbytes, work, began)
 
     def _sum_scatter(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shard_comm._comm import Comm, Work
+from shard_comm._slices import Slices
 
 
 class SoloComm(Comm):
@@ -50,6 +51,11 @@ class SoloComm(Comm):
         return Work()
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        return self._all_gather(out, inp, timeout_s)
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
         return self._all_gather(out, inp, timeout_s)
 
     def _sum_scatter(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shard_comm._comm import Comm, Work
+from shard_comm._slices import Slices
 from shard_comm._wrapper import Wrapper
 
 
@@ -75,5 +76,13 @@ class HostStaged(Wrapper):
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
         host = torch.empty(out.numel(), dtype=out.dtype)
         self.inner._all_to_all(host, inp.reshape(-1).cpu(), timeout_s).wait()
+        out.view(-1).copy_(host)
+        return Work()
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        host = torch.empty(out.numel(), dtype=out.dtype)
+        self.inner._all_to_all_by(slices, host, inp.reshape(-1).cpu(), timeout_s).wait()
         out.view(-1).copy_(host)
         return Work()

@@ -12,6 +12,7 @@ import torch
 from shard_comm._calls import describe, noted_suffix
 from shard_comm._comm import Comm, Work
 from shard_comm._shared_array import MarkedArray, SharedArray
+from shard_comm._slices import Slices
 from shard_comm._tree import reduce_terms
 
 
@@ -214,6 +215,16 @@ class ThreadComm(Comm):
         everyone = self._enter(describe("all_to_all", inp), inp, timeout_s)
         for part, theirs in zip(self._slices(out), everyone, strict=True):
             part.copy_(self._slices(theirs)[self.rank])
+        self._leave(timeout_s)
+        return Work()
+
+    def _all_to_all_by(
+        self, slices: Slices, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None
+    ) -> Work:
+        key = describe("all_to_all by slices", slices.outline(inp))
+        everyone = self._enter(key, inp.view(-1).split(slices.sent), timeout_s)
+        for part, theirs in zip(out.view(-1).split(slices.received), everyone, strict=True):
+            part.copy_(theirs[self.rank])
         self._leave(timeout_s)
         return Work()
 

@@ -10,6 +10,7 @@ from shard_optim._muon import Muon
 from shard_optim._offload import Offload
 from shard_optim._scaler import GradScaler
 from shard_optim._sgd import SGD
+from shard_optim._shampoo import Shampoo
 from shard_optim._sharded import ShardedOptimizer
 from shard_optim._soap import SOAP
 
@@ -25,6 +26,7 @@ __all__ = [
     "Lion",
     "Muon",
     "Offload",
+    "Shampoo",
     "ShardedOptimizer",
     "clip_grad_norm_",
     "clip_grad_value_",

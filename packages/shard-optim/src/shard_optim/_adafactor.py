@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from shard_flat import GatherComm, ShardTensor, power_sum
-from shard_optim._agree import CollectiveOptimizer
+from shard_optim._agree import CollectiveOptimizer, sharing
 from shard_optim._flat import Job
 from shard_optim._groups import Group, check_at_least_0
 from shard_optim._rows import Rows, pack, unpack
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot, WholeSlot
-from shard_optim._window import widened, windows
+from shard_optim._together import counted, members_of
+from shard_optim._window import Scratch, windows
 
 
 def _slots(dtype: torch.dtype) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
@@ -107,24 +108,18 @@ class Adafactor(CollectiveOptimizer):
     def _switches(self) -> Mapping[str, Any]:
         return {"maximize": False}
 
-    def _is_shared(self, group: Group, param: ShardTensor) -> bool:
-        return True
+    def _ranks_of(self, group: Group, param: torch.Tensor) -> GatherComm | None:
+        return sharing(param)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            job.plan.count()
-        members = [
-            _Member.of(param, grad, self.state[param], job.group)
-            for job in jobs
-            for param, grad in zip(job.members, job.grads, strict=True)
-        ]
-        sums = _reduced(members, [member.sums() for member in members])
-        scales = [member.learn(*each) for member, each in zip(members, sums, strict=True)]
-        squares = _reduced(members, [[member.update_square()] for member in members])
-        for member, scale, (square,) in zip(members, scales, squares, strict=True):
-            member.apply(scale, square)
-        for job in jobs:
-            torch.autograd.graph.increment_version(job.plan.touched)
+        with counted(jobs):
+            room = Scratch()
+            members = members_of(jobs, self.state, _Member.of)
+            sums = _reduced(members, [member.sums(room) for member in members])
+            scales = [member.learn(room, *each) for member, each in zip(members, sums, strict=True)]
+            squares = _reduced(members, [[member.update_square(room)] for member in members])
+            for member, scale, (square,) in zip(members, scales, squares, strict=True):
+                member.apply(scale, square, room)
 
 
 @dataclass(frozen=True)
@@ -151,17 +146,17 @@ class _Member:
     def step(self) -> float:
         return float(self.own["step"])
 
-    def sums(self) -> list[torch.Tensor]:
+    def sums(self, room: Scratch) -> list[torch.Tensor]:
         """What this piece adds to the parameter's square, and to squares by row and column."""
         square = power_sum([self.piece], 2.0)
-        return [square, *(self.rows.square_sums(self.grad) if self.rows is not None else ())]
+        return [square, *(self.rows.square_sums(self.grad, room) if self.rows is not None else ())]
 
-    def learn(self, square: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
+    def learn(self, room: Scratch, square: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
         """Update the second moments, and return the length of a step, float64."""
         share = self.step ** self.group["beta2_decay"]
         if self.rows is None:
             for moment, grad in windows([flat_piece(self.own["variance"]).view(-1), self.grad]):
-                new = widened(grad)
+                new = room.take("new", grad, self._wide).copy_(grad)
                 moment.mul_(1 - share).add_(new.mul_(new).mul_(share))
         else:
             for slot, total, count in zip(
@@ -177,55 +172,93 @@ class _Member:
         size = (square / max(self.param.numel(), 1)).sqrt()
         return size.clamp_min(self.group["eps"][1]).mul_(rate)
 
-    def update_square(self) -> torch.Tensor:
+    def update_square(self, room: Scratch) -> torch.Tensor:
         """What this piece adds to the square of the update."""
         total = torch.zeros((), dtype=torch.float64, device=self.piece.device)
-        for _, update in self.updates():
-            total += update.double().square_().sum()
+        for _, update in self.updates(room):
+            squares = room.take("squares", update, torch.float64).copy_(update)
+            total += squares.mul_(squares).sum()
         return total
 
-    def apply(self, scale: torch.Tensor, square: torch.Tensor) -> None:
+    def apply(self, scale: torch.Tensor, square: torch.Tensor, room: Scratch) -> None:
         """Move the parameter, given the step's length and the whole update's square."""
         size = (square / max(self.param.numel(), 1)).sqrt() / self.group["d"]
         factor = (scale / size.clamp_min(1.0)).to(self._wide)
         decay = 1 - float(self.group["lr"]) * self.group["weight_decay"]
-        for place, update in self.updates():
+        for place, update in self.updates(room):
             part = self.piece[place]
-            part.copy_(widened(part).mul_(decay).sub_(update.mul_(factor)))
+            value = room.wide("param", part)
+            if decay != 1:
+                value.mul_(decay)
+            value.sub_(update.mul_(factor))
+            if value is not part:
+                part.copy_(value)
 
-    def updates(self) -> Iterator[tuple[slice, torch.Tensor]]:
+    def updates(self, room: Scratch) -> Iterator[tuple[slice, torch.Tensor]]:
         """The update before it is scaled, in windows: where, and its elements."""
         eps = self.group["eps"][0]
         floor = (torch.finfo(self.param.dtype).eps if eps is None else eps) ** 2
         if self.rows is None:
             place = 0
             for moment, grad in windows([flat_piece(self.own["variance"]).view(-1), self.grad]):
-                yield (
-                    slice(place, place + grad.numel()),
-                    widened(grad).div_(moment.clamp_min(floor).sqrt_()),
-                )
+                update = room.take("update", grad, self._wide)
+                torch.clamp(moment, floor, out=update).rsqrt_()
+                yield slice(place, place + grad.numel()), update.mul_(grad)
                 place += grad.numel()
             return
-        rows, device = self.rows, self.piece.device
-        by_row = self.own["row_var"]
-        mean = by_row.mean(dim=-2, keepdim=True).clamp_min(math.sqrt(floor)).view(-1, 1)
-        by_row, by_column = by_row.view(-1, 1), self.own["col_var"].view(-1, rows.columns)
-        for first, last in rows.windows(device):
-            which = rows.matrix_of(first, last, device) if rows.matrices > 1 else slice(None)
-            moment = (by_row[first:last] * by_column[which]).div_(mean[which])
-            update = widened(rows.take(self.grad, first, last))
-            update.div_(moment.clamp_min_(floor).sqrt_())
-            begin = max(first * rows.columns, rows.start)
-            end = min(last * rows.columns, rows.stop)
-            offset = first * rows.columns
+        factored = _Factored.of(self.own, self.rows, floor)
+        for first, last in self.rows.windows(self.piece.device):
+            grad = self.rows.take(self.grad, first, last)
+            update = factored.update(grad, first, last, room)
+            begin = max(first * self.rows.columns, self.rows.start)
+            end = min(last * self.rows.columns, self.rows.stop)
+            offset = first * self.rows.columns
             yield (
-                slice(begin - rows.start, end - rows.start),
+                slice(begin - self.rows.start, end - self.rows.start),
                 update.view(-1)[begin - offset : end - offset],
             )
 
     @property
     def _wide(self) -> torch.dtype:
         return torch.float64 if self.param.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class _Factored:
+    """Second moments of whole matrices, a product of one number per row and one per column."""
+
+    rows: Rows
+    by_row: torch.Tensor  # [all rows, 1]
+    by_column: torch.Tensor  # [matrices, columns]
+    floor: float
+    roots: tuple[torch.Tensor, torch.Tensor] | None  # inverse ones; None where the floor is used
+
+    @classmethod
+    def of(cls, own: dict[str, Any], rows: Rows, floor: float) -> _Factored:
+        by_row, by_column = own["row_var"], own["col_var"].view(-1, rows.columns)
+        mean = by_row.mean(dim=-2, keepdim=True).clamp_min(math.sqrt(floor))
+        by_row = (by_row / mean).view(-1, 1)
+        roots = None
+        if by_row.numel() and by_column.numel():
+            # The smallest products of all matrices, so that all ranks decide alike.
+            least = by_row.view(rows.matrices, -1).amin(1) * by_column.amin(1)
+            if bool((least >= floor).all()):
+                roots = by_row.rsqrt(), by_column.rsqrt()
+        return cls(rows, by_row, by_column, floor, roots)
+
+    def update(self, grad: torch.Tensor, first: int, last: int, room: Scratch) -> torch.Tensor:
+        """Divide the gradients of rows ``[first, last)`` by roots of second moments."""
+        rows = self.rows
+        which = rows.matrix_of(first, last, grad.device) if rows.matrices > 1 else slice(None)
+        wide = self.by_row.dtype
+        update = room.take("update", grad, wide)
+        if self.roots is not None:
+            torch.mul(room.wide("grad", grad), self.roots[0][first:last], out=update)
+            return update.mul_(self.roots[1][which])
+        root = room.take("root", grad, wide)
+        torch.mul(self.by_row[first:last], self.by_column[which], out=root)
+        root.clamp_min_(self.floor).rsqrt_()
+        return torch.mul(room.wide("grad", grad), root, out=update)
 
 
 def _reduced(

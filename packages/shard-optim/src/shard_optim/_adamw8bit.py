@@ -4,39 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from shard_flat import GatherComm, ShardTensor
 from shard_optim._adam import MOMENTS, check_adam, fused_adam
-from shard_optim._agree import CollectiveOptimizer
+from shard_optim._agree import CollectiveOptimizer, sharing
 from shard_optim._blocks import (
     BLOCK,
-    cut_blocks,
     decode_signed,
     decode_square,
     encode_signed,
     encode_square,
-    scale_of,
 )
-from shard_optim._blocks import (
-    CODES as _CODES,
-)
+from shard_optim._blocks import CODES as _CODES
 from shard_optim._codec import encode_moments
+from shard_optim._cuts import Cuts, Scales, cut_blocks
 from shard_optim._flat import Job
 from shard_optim._groups import Group
 from shard_optim._plan import Lane
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot
 from shard_optim._state import Saved
-from shard_optim._wide import adamw_
-from shard_optim._window import widened, window_numel
+from shard_optim._together import counted, members_of
+from shard_optim._window import Scratch, widened, window_numel
 
 _SMALL_NUMEL = 4096
-_WINDOWS = (
-    4  # at a time: codes take a quarter of the room, and small steps cost more than they save
-)
 
 
 class AdamW8bit(CollectiveOptimizer):
@@ -62,13 +57,10 @@ class AdamW8bit(CollectiveOptimizer):
 
     **Collective**: a step takes three small all_reduces per comm, of a few numbers for each
     parameter of which a boundary between ranks cuts a block; none where no block is cut, as with
-    ``ParamSpec(..., block=256)``. State dictionaries are local, but for loading what AdamW holds in
-    pieces: one all_reduce for each of those parameters.
+    ``ParamSpec(..., block=256)``. State dictionaries are local, but for loading what
+    AdamW holds in pieces: one all_reduce for each of those parameters.
 
-    **Memory**: 2 bytes per element of each parameter's piece and 8 per block of 256 that begins in
-    it, 2.03 in all; two moments in their own dtype for parameters below 4,096 elements. A step
-    takes at most eight windows in float32, each of four times the usual size. There is no
-    ``offload``.
+    **Memory**: 2.03 bytes per element of each parameter's piece, and a few windows during a step.
 
     **Source**: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; the codes
     here are powers instead of a table.
@@ -102,8 +94,11 @@ class AdamW8bit(CollectiveOptimizer):
         else:
             super()._fill(param, source, slots)
 
-    def _is_shared(self, group: Group, param: ShardTensor) -> bool:
-        return param.numel() >= _SMALL_NUMEL and bool(cut_blocks(param.spec, param.comm.size))
+    def _ranks_of(self, group: Group, param: torch.Tensor) -> GatherComm | None:
+        comm = sharing(param)
+        if comm is None or not isinstance(param, ShardTensor) or param.numel() < _SMALL_NUMEL:
+            return None
+        return comm if cut_blocks(param.spec, comm.size) else None
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
         fused_adam(lane, grads, job.group, decoupled=True)
@@ -113,25 +108,21 @@ class AdamW8bit(CollectiveOptimizer):
         for job in jobs:
             if job.slots is not _CODES:
                 self._apply(job)
-        for job in coded:
-            job.plan.count()
-        members = [
-            _Member.of(param, grad, self.state[param], job.group)
-            for job in coded
-            for param, grad in zip(job.members, job.grads, strict=True)
-        ]
-        cuts = _Cuts.of(members)
-        cuts.exchange([m.own_scales for m in members])
-        old = cuts.scales
-        cuts.exchange([_new_scales(m, cuts, old[i]) for i, m in enumerate(members)])
-        for member, before, after in zip(members, old, cuts.scales, strict=True):
-            for first, last in member.windows():
-                member.update(first, last, before, after)
-        for job in coded:
-            torch.autograd.graph.increment_version(job.plan.touched)
-
-
-_Scales = dict[int, torch.Tensor]  # block to [2], of both moments
+        with counted(coded):
+            room = Scratch()
+            members = members_of(coded, self.state, _Member.of)
+            cuts = Cuts.of([member.param for member in members])
+            cuts.exchange([member.own_scales for member in members])
+            old = cuts.scales
+            cuts.exchange(
+                [
+                    partial(m.new_scales, before, room)
+                    for m, before in zip(members, old, strict=True)
+                ]
+            )
+            for member, before, after in zip(members, old, cuts.scales, strict=True):
+                for first, last in member.windows():
+                    member.update(first, last, before, after, room)
 
 
 @dataclass(frozen=True)
@@ -144,7 +135,7 @@ class _Member:
     codes: tuple[torch.Tensor, torch.Tensor]  # [n] each
     scales: tuple[torch.Tensor, torch.Tensor]  # one per block that begins here
     start: int
-    step: int
+    step: torch.Tensor  # of how many this is
     group: Group
 
     @classmethod
@@ -159,7 +150,7 @@ class _Member:
             codes=(first, second),
             scales=(scales[0], scales[1]),
             start=param.spec.start if isinstance(param, ShardTensor) else 0,
-            step=int(own["step"]),
+            step=own["step"],
             group=group,
         )
 
@@ -185,41 +176,86 @@ class _Member:
 
     def windows(self) -> Iterator[tuple[int, int]]:
         """Ranges of blocks that are worked on at a time."""
-        size = _WINDOWS * window_numel(self.piece.device) // BLOCK
+        size = window_numel(self.piece.device) // BLOCK
         end = -(-self.stop // BLOCK) if self.stop > self.start else 0
         for first in range(self.start // BLOCK, end, size):
             yield first, min(first + size, end)
 
-    def computed(self, first: int, last: int, before: _Scales) -> tuple[torch.Tensor, ...]:
-        """Parameter and both moments after the step, float32 ``[blocks, BLOCK]``."""
-        count = last - first
-        scales = torch.zeros(2, count, device=self.piece.device)
+    def new_scales(self, before: Scales, room: Scratch, block: int) -> torch.Tensor | None:
+        """Both scales of a block after the step, as far as its elements are here."""
+        if not self.holds(block):
+            return None
+        param = widened(self._rows(self.piece, block, block + 1))
+        first, second = self._step(param, block, block + 1, before, room)
+        return torch.cat([first.abs().amax(1), second.amax(1)])
+
+    def update(self, first: int, last: int, before: Scales, after: Scales, room: Scratch) -> None:
+        """Do the step on blocks ``[first, last)``."""
+        rows = self._rows(self.piece, first, last)
+        param = room.wide("param", rows)
+        moments = self._step(param, first, last, before, room)
+        self._put(self.piece, param, first)
+        spare = torch.abs(moments[0], out=room.take("spare", rows, param.dtype))
+        codes = [self._rows(flat, first, last) for flat in self.codes]
+        scales = self._settled(first, last, spare.amax(1), after, 0)
+        encode_signed(moments[0], spare, scales, codes[0])
+        scales = self._settled(first, last, moments[1].amax(1), after, 1)
+        short = room.take("short", rows, torch.int16)
+        encode_square(moments[1], scales, codes[1], spare=spare, short=short)
+        for flat, new in zip(self.codes, codes, strict=True):
+            self._put(flat, new, first)
+
+    def _step(
+        self, param: torch.Tensor, first: int, last: int, before: Scales, room: Scratch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move a parameter's blocks, and return both moments after that.
+
+        Blocks fill whole vectors, so the kernel treats an element alike wherever it is.
+        """
+        wide = param.dtype
+        spare, *moments = (room.take(name, param, wide) for name in ("spare", "first", "second"))
+        scales = self._known(first, last, before)
+        decode_signed(self._rows(self.codes[0], first, last), scales[0], moments[0], spare)
+        decode_square(self._rows(self.codes[1], first, last), scales[1], moments[1])
+        lr, (beta1, beta2) = self.group["lr"], self.group["betas"]
+        torch._fused_adamw_(
+            [param],
+            [room.wide("grad", self._rows(self.grad, first, last))],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [self.step],
+            lr=lr.to(param.device) if isinstance(lr, torch.Tensor) else lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=self.group["weight_decay"],
+            eps=self.group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        return moments[0], moments[1]
+
+    def _known(self, first: int, last: int, before: Scales) -> torch.Tensor:
+        """Scales of both moments, also of a block that begins on another rank, ``[2, blocks]``."""
+        scales = torch.empty(2, last - first, device=self.piece.device)
         low = max(first, self.first_own)
         for row, own in zip(scales, self.scales, strict=True):
             row[low - first :].copy_(own[low - self.first_own : last - self.first_own])
-        for block in range(first, low):  # begins on another rank
+        for block in range(first, low):
             scales[:, block - first] = before[block]
-        moments = (
-            decode_signed(self._rows(self.codes[0], first, last), scales[0]),
-            decode_square(self._rows(self.codes[1], first, last), scales[1]),
-        )
-        param, grad = (widened(self._rows(flat, first, last)) for flat in (self.piece, self.grad))
-        adamw_(param, grad, moments, self.group, self.step)
-        return (param, *moments)
+        return scales
 
-    def update(self, first: int, last: int, before: _Scales, after: _Scales) -> None:
-        """Do the step on blocks ``[first, last)``."""
-        param, *moments = self.computed(first, last, before)
-        self._put(self.piece, param, first)
-        for which, encode in enumerate((encode_signed, encode_square)):
-            scales = scale_of(moments[which])
-            for block in after:
-                if first <= block < last:
-                    scales[block - first] = after[block][which]
-            self._put(self.codes[which], encode(moments[which], scales), first)
-            low = max(first, self.first_own)
-            own = self.scales[which][low - self.first_own : last - self.first_own]
-            own.copy_(scales[low - first :])
+    def _settled(
+        self, first: int, last: int, scales: torch.Tensor, after: Scales, which: int
+    ) -> torch.Tensor:
+        """Keep the scales of blocks that begin here, and return all, agreed where cut."""
+        for block in after:
+            if first <= block < last:
+                scales[block - first] = after[block][which]
+        low = max(first, self.first_own)
+        own = self.scales[which][low - self.first_own : last - self.first_own]
+        own.copy_(scales[low - first :])
+        return scales
 
     def _rows(self, flat: torch.Tensor, first: int, last: int) -> torch.Tensor:
         """Elements of blocks ``[first, last)``, zero where they are on other ranks."""
@@ -234,50 +270,7 @@ class _Member:
     def _put(self, flat: torch.Tensor, rows: torch.Tensor, first: int) -> None:
         low = max(first * BLOCK, self.start)
         high = min(first * BLOCK + rows.numel(), self.stop)
-        flat[low - self.start : high - self.start].copy_(
-            rows.view(-1)[low - first * BLOCK : high - first * BLOCK]
-        )
-
-
-@dataclass
-class _Cuts:
-    """Blocks that boundaries between ranks cut, and the scales that all ranks have of them."""
-
-    entries: dict[GatherComm, list[tuple[int, int]]]  # index of the member, block
-    scales: list[_Scales]
-    device: torch.device
-
-    @classmethod
-    def of(cls, members: Sequence[_Member]) -> _Cuts:
-        entries: dict[GatherComm, list[tuple[int, int]]] = {}
-        for index, member in enumerate(members):
-            if isinstance(member.param, ShardTensor):
-                comm = member.param.comm
-                for block in cut_blocks(member.param.spec, comm.size):
-                    entries.setdefault(comm, []).append((index, block))
-        device = members[0].piece.device if members else torch.device("cpu")
-        return cls(entries, [{} for _ in members], device)
-
-    def exchange(self, parts: Sequence[Any]) -> None:
-        """Take the largest scale that any rank has; ``parts`` give what is known here, or None."""
-        scales: list[_Scales] = [{} for _ in self.scales]
-        for comm, entries in self.entries.items():
-            table = torch.zeros(len(entries), 2, device=self.device)
-            for row, (index, block) in zip(table, entries, strict=True):
-                known = parts[index](block)
-                if known is not None:
-                    row.copy_(known)
-            comm.all_reduce(table, op="max")
-            for row, (index, block) in zip(table, entries, strict=True):
-                scales[index][block] = row
-        self.scales = scales
-
-
-def _new_scales(member: _Member, cuts: _Cuts, before: _Scales) -> Any:
-    def known(block: int) -> torch.Tensor | None:
-        if not member.holds(block):
-            return None
-        _, *moments = member.computed(block, block + 1, before)
-        return torch.cat([scale_of(rows) for rows in moments])
-
-    return known
+        held = flat[low - self.start : high - self.start]
+        part = rows.view(-1)[low - first * BLOCK : high - first * BLOCK]
+        if held.data_ptr() != part.data_ptr():
+            held.copy_(part)

@@ -12,7 +12,7 @@ from shard_optim._groups import Group
 
 
 class CollectiveOptimizer(FlatOptimizer, ABC):
-    """A flat optimizer that sends something for some of its sharded parameters.
+    """A flat optimizer that sends something for some of its parameters.
 
     Before anything is changed ranks exchange whether each of them could go on, and which of those
     parameters have a gradient. One that some ranks have a gradient for and others do not is an
@@ -20,8 +20,8 @@ class CollectiveOptimizer(FlatOptimizer, ABC):
     """
 
     @abstractmethod
-    def _is_shared(self, group: Group, param: ShardTensor) -> bool:
-        """Whether other ranks take part in this parameter's update; the same on all ranks."""
+    def _ranks_of(self, group: Group, param: torch.Tensor) -> GatherComm | None:
+        """Those who take part in a parameter's update, the same on all; None for this one alone."""
 
     def _run(self) -> None:
         failure = None
@@ -35,21 +35,18 @@ class CollectiveOptimizer(FlatOptimizer, ABC):
             raise failure
         self._advance(jobs)
 
-    def _shared(self) -> dict[GatherComm, list[ShardTensor]]:
+    def _shared(self) -> dict[GatherComm, list[torch.Tensor]]:
         """Parameters that need other ranks, with gradients or without, by comm."""
-        shared: dict[GatherComm, list[ShardTensor]] = {}
+        shared: dict[GatherComm, list[torch.Tensor]] = {}
         for group in self.param_groups:
             for param in group["params"]:
-                if (
-                    isinstance(param, ShardTensor)
-                    and param.comm.size > 1
-                    and self._is_shared(group, param)
-                ):
-                    shared.setdefault(param.comm, []).append(param)
+                comm = self._ranks_of(group, param)
+                if comm is not None:
+                    shared.setdefault(comm, []).append(param)
         return shared
 
     def _agree(
-        self, comm: GatherComm, params: list[ShardTensor], failure: ValueError | None
+        self, comm: GatherComm, params: list[torch.Tensor], failure: ValueError | None
     ) -> None:
         there = [int(param.grad is not None) for param in params]
         flags = torch.tensor(
@@ -71,3 +68,8 @@ class CollectiveOptimizer(FlatOptimizer, ABC):
                     f"{'one' if param.grad is not None else 'none'} here and another elsewhere "
                     f"{where}; let all ranks take the same path, or give zeros"
                 )
+
+
+def sharing(param: torch.Tensor) -> GatherComm | None:
+    """Return the comm of the ranks that hold pieces of a parameter, if there are several. Local."""
+    return param.comm if isinstance(param, ShardTensor) and param.comm.size > 1 else None

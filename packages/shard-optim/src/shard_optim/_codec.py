@@ -10,13 +10,12 @@ import torch
 from shard_flat import ShardTensor
 from shard_optim._blocks import (
     BLOCK,
-    cut_blocks,
     decode_signed,
     decode_square,
     encode_signed,
     encode_square,
-    scale_of,
 )
+from shard_optim._cuts import cut_blocks
 from shard_optim._rows import Rows
 from shard_optim._runs import flat_piece
 from shard_optim._state import Saved
@@ -49,12 +48,12 @@ def encode_moments(param: torch.Tensor, own: dict[str, Any], source: Saved) -> N
         return [_largest(flat[low:high]) for flat in columns]
 
     shared = _shared_scales(param, source, top)
-    for which, encode in enumerate((encode_signed, encode_square)):
+    for which, encode in enumerate((_signed, _square)):
         codes, scales = (_elements(own[_MOMENTS[which] + end], param) for end in ("", "_scale"))
         begun = -(-rows.start // BLOCK)
         for first, last in rows.windows(param.device):
             wide = widened(rows.take(flats[which], first, last).to(param.device))
-            found = scale_of(wide)
+            found = wide.abs().amax(1)
             for block, both in shared.items():
                 if first <= block < last:
                     found[block - first] = both[which]
@@ -87,7 +86,7 @@ def decode_moments(param: torch.Tensor, own: dict[str, Any], source: Saved) -> N
         return [each[block - begun] if here else each.new_zeros(()) for each in scales]
 
     shared = _shared_scales(param, source, known)
-    for which, decode in enumerate((decode_signed, decode_square)):
+    for which in range(2):
         codes = _elements(source[_MOMENTS[which]], param)
         moments = _elements(own[_MOMENTS[which]], param)
         for first, last in rows.windows(param.device):
@@ -96,8 +95,26 @@ def decode_moments(param: torch.Tensor, own: dict[str, Any], source: Saved) -> N
             found[low - first :].copy_(scales[which][low - begun : last - begun])
             for block in range(first, low):  # begins on another rank
                 found[block - first] = shared[block][which]
-            wide = decode(rows.take(codes, first, last).to(param.device), found)
+            taken = rows.take(codes, first, last).to(param.device)
+            wide = torch.empty_like(taken, dtype=torch.float32)
+            if which:
+                decode_square(taken, found, wide)
+            else:
+                decode_signed(taken, found, wide, torch.empty_like(wide))
             rows.put(moments, wide, first)
+
+
+def _signed(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(rows, dtype=torch.int8)
+    encode_signed(rows, rows.abs(), scales, out)
+    return out
+
+
+def _square(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(rows, dtype=torch.uint8)
+    short = torch.empty_like(rows, dtype=torch.int16)
+    encode_square(rows, scales, out, spare=torch.empty_like(rows), short=short)
+    return out
 
 
 def _rows_of(param: torch.Tensor) -> Rows:

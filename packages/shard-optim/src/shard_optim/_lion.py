@@ -13,7 +13,7 @@ from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
 from shard_optim._state import Saved
-from shard_optim._window import wide, windows
+from shard_optim._window import Scratch, windows
 
 _SLOTS = (Slot("exp_avg"),)
 
@@ -44,10 +44,8 @@ class Lion(FlatOptimizer):
     **Collective**: local; nothing is ever sent.
 
     **Memory**: one moment of each parameter's piece in its dtype, so 4 bytes per float32 element of
-    a rank's pieces, and 4 per parameter. A step takes at most four windows in float32, eight for
-    parameters of 16 bits.
-    Offloaded, that is the same number of bytes elsewhere, and ``Offload.window_bytes``
-    here from the first step on.
+    a rank's pieces, and 4 per parameter; a few windows during a step. Offloaded, that is the same
+    number of bytes elsewhere, and ``Offload.window_bytes`` here from the first step on.
 
     **Source**: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
     """
@@ -79,9 +77,18 @@ class Lion(FlatOptimizer):
         beta1, beta2 = job.group["betas"]
         lr, decay = job.group["lr"], job.group["weight_decay"]
         flats = zip(lane.flats["param"], lane.flats["exp_avg"], lane.flat_grads(grads), strict=True)
+        room = Scratch()
         for whole in flats:
             for param, moment, grad in windows(whole):
-                new, old, value = wide(grad), wide(moment), wide(param)
-                direction = (old * beta1).add_(new * (1 - beta1)).sign_().mul_(lr)
-                moment.copy_(old.mul_(beta2).add_(new * (1 - beta2)))
-                param.copy_(value.mul_(1 - lr * decay).sub_(direction))
+                value, old = room.wide("param", param), room.wide("moment", moment)
+                new = room.wide("grad", grad)
+                change, direction = (room.take(n, new, new.dtype) for n in ("change", "direction"))
+                torch.sub(new, old, out=change)
+                torch.mul(change, 1 - beta1, out=direction).add_(old).sign_().mul_(lr)
+                old.add_(change.mul_(1 - beta2))
+                if decay:
+                    value.mul_(1 - lr * decay)
+                value.sub_(direction)
+                if value is not param:
+                    param.copy_(value)
+                    moment.copy_(old)

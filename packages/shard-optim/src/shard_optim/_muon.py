@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from shard_comm import Comm
+from shard_flat import ShardTensor
 from shard_optim._flat import Job
 from shard_optim._groups import Group, check_at_least_0, check_decay
 from shard_optim._matrix import MatrixOptimizer, check_names
 from shard_optim._newton import cost_of, orthogonalized
-from shard_optim._runs import flat_piece
-from shard_optim._slots import Slot
+from shard_optim._runs import flat_piece, piece_of
+from shard_optim._slots import OwnedSlot, Slot
 from shard_optim._state import Saved
 from shard_optim._window import widened, windows
 from shard_optim._workshop import Matrix
@@ -38,13 +40,16 @@ class Muon(MatrixOptimizer):
 
     Args:
         params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either, as
-            torch's optimizers take them. Plain matrices are worked on by every rank.
+            torch's optimizers take them.
         lr: learning rate, at least 0; a number or a scalar tensor.
         weight_decay: decoupled decay, at least 0.
         momentum: how much of the average is kept, in [0, 1).
         nesterov: look ahead by one more step of momentum.
         adjust_lr_fn: how the rate depends on the shape: None or ``"original"`` by the root of rows
             over columns where that is above 1, ``"match_rms_adamw"`` so that AdamW's rates fit.
+        comm: the ranks that hold the plain parameters, with the same values and gradients, as
+            DistributedDataParallel leaves them. Each plain matrix is then averaged and worked on
+            by one of them, by every rank else.
         hyper: ``ns_coefficients`` (three numbers), ``ns_steps`` and ``eps`` of the iterations;
             ``elementwise``, ``betas`` and ``adam_eps`` of what is updated as AdamW does.
 
@@ -55,17 +60,16 @@ class Muon(MatrixOptimizer):
             twice, shares memory with another, is no leaf, has holes between its elements, is not
             floating point, or its comm has no ``all_to_all``.
 
-    **Collective**: a step takes one small all_reduce and two all_to_alls per round of matrices and
-    comm. A rank sends at most all matrices' bytes in bfloat16 each way, and where layouts spread
-    matrices evenly not much more than its share of them. State dictionaries are local.
+    **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
+    sharded matrices or one all_gather per round of plain ones. What is sent is 2 bytes per element
+    that is not with its owner, once each way. State dictionaries are local.
 
-    **Memory**: one buffer of each matrix's piece. During a step 2 bytes per element of the pieces
-    and of twice what a round sends, and the matrix at hand.
+    **Memory**: one buffer of each matrix's piece; of plain matrices of several ranks, the buffers
+    of those that a rank owns. During a step 2 bytes per element of the pieces and of twice what a
+    round sends, and the matrix at hand.
 
     **Source**: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
-
-    _SENT: ClassVar[torch.dtype] = _SENT
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class Muon(MatrixOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         adjust_lr_fn: str | None = None,
+        comm: Comm | None = None,
         **hyper: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -92,7 +97,7 @@ class Muon(MatrixOptimizer):
             "adam_eps": 1e-8,
         }
         check_names(hyper, defaults)
-        super().__init__(params, {**defaults, **hyper})
+        super().__init__(params, {**defaults, **hyper}, comm)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_at_least_0(group, ("lr", "weight_decay", "eps", "adam_eps"), where)
@@ -109,45 +114,73 @@ class Muon(MatrixOptimizer):
                 f"{group['ns_coefficients']} and {group['ns_steps']}"
             )
 
+    def _is_settled(self, param: torch.Tensor) -> bool:
+        return not isinstance(param, ShardTensor)
+
+    def _cost(self, group: Group, param: torch.Tensor) -> float:
+        rows, columns = param.shape
+        return float(group["ns_steps"] * cost_of(rows, columns))
+
     def _matrix_slots(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
-        return _MATRIX
+        return self._owned_slots(param, _owned) if param in self._owners else _MATRIX
 
     def _adapt(self, source: Saved) -> Saved:
         """Add the step of momentum, which torch does not count, and none is needed."""
         return {"step": 1.0, **source} if source else {}
 
     def _matrices(self, job: Job) -> list[Matrix]:
-        return _matrices(job)
+        pieces = self._owned_averages(job) if job.slots is not _MATRIX else _averages(job)
+        return [
+            Matrix(
+                param=param,
+                piece=piece,
+                cost=self._cost(job.group, param),
+                solve=partial(_solve, job.group, tuple(param.shape)),
+                apply=partial(_apply, job.group, param),
+                comm=self._ranks_of(job.group, param),
+                owner=self._owners.get(param),
+            )
+            for param, piece in zip(job.members, pieces, strict=True)
+        ]
+
+    def _owned_averages(self, job: Job) -> list[torch.Tensor]:
+        """Average whole gradients where momentum is; nothing comes back on other ranks."""
+        pieces = []
+        for param, grad in zip(job.members, job.grads, strict=True):
+            buffer = piece_of(self.state[param]["momentum_buffer"]).view(-1)
+            grad = grad.view(-1)[: buffer.numel()]
+            pieces.append(_averaged(job.group, buffer, grad))
+        return pieces
 
 
-def _matrices(job: Job) -> list[Matrix]:
-    """Average gradients into the momentum, and say where each member's step is to go."""
-    momentum = job.group["momentum"]
+def _owned(**home: Any) -> tuple[Slot, ...]:
+    return (OwnedSlot("momentum_buffer", **home),)
+
+
+def _averages(job: Job) -> list[torch.Tensor]:
+    """Average gradients into the momentum, run by run; the pieces of what is to be worked on."""
     nothing = torch.empty(0, dtype=_SENT, device=job.members[0].device)
     found = dict.fromkeys(range(len(job.members)), nothing)
     for lane in job.plan.lanes:
         flats = zip(lane.flats["momentum_buffer"], lane.flat_grads(job.grads), strict=True)
         for run, (buffer, grad) in zip(lane.runs, flats, strict=True):
-            whole = torch.empty(buffer.numel(), dtype=_SENT, device=buffer.device)
-            for average, slope, out in windows([buffer, grad, whole]):
-                new, mean = widened(slope).mul_(1 - momentum), widened(average)
-                average.copy_(mean.mul_(momentum).add_(new))
-                if job.group["nesterov"]:
-                    mean.mul_(momentum).add_(new)
-                out.copy_(mean)
             sizes = [job.grads[row].numel() for row in run.rows]
+            whole = _averaged(job.group, buffer, grad)
             found.update(zip(run.rows, whole.split(sizes), strict=True))
-    cost = job.group["ns_steps"]
-    return [
-        Matrix(
-            param=param,
-            piece=found[row],
-            cost=cost * cost_of(*param.shape),
-            solve=partial(_solve, job.group, tuple(param.shape)),
-            apply=partial(_apply, job.group, param),
-        )
-        for row, param in enumerate(job.members)
-    ]
+    return list(found.values())
+
+
+def _averaged(group: Group, buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Average a flat gradient into a flat buffer, and return what is to be worked on."""
+    momentum = group["momentum"]
+    whole = torch.empty(buffer.numel(), dtype=_SENT, device=buffer.device)
+    for average, slope, out in windows([buffer, grad, whole]):
+        new, mean = widened(slope).mul_(1 - momentum), widened(average)
+        average.copy_(mean.mul_(momentum).add_(new))
+        if group["nesterov"]:
+            mean.mul_(momentum).add_(new)
+        out.copy_(mean)
+    return whole
 
 
 def _solve(group: Group, shape: tuple[int, ...], whole: torch.Tensor) -> torch.Tensor:

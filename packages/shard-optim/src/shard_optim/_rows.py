@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shard_optim._window import window_numel
+from shard_optim._window import Scratch, window_numel
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,12 @@ class Rows:
         """Return which matrix each of the rows ``[first, last)`` belongs to. Local."""
         return torch.arange(first, last, device=device) // self.shape[-2]
 
-    def square_sums(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def square_sums(self, flat: torch.Tensor, room: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
         """Add up the squares of what is held here, by row and by column.
 
         Args:
             flat: ``[stop - start]``.
+            room: for windows.
 
         Returns:
             float64 ``[matrices * R]`` and ``[matrices, C]``.
@@ -84,8 +85,10 @@ class Rows:
         by_row = torch.zeros(math.prod(self.shape[:-1]), dtype=torch.float64, device=device)
         by_column = torch.zeros(self.matrices, self.columns, dtype=torch.float64, device=device)
         for first, last in self.windows(device):
-            squares = self.take(flat, first, last).to(torch.float64, copy=True).square_()
-            by_row[first:last] = squares.sum(1)
+            rows = self.take(flat, first, last)
+            squares = room.take("squares", rows, torch.float64).copy_(rows)
+            squares.mul_(squares)
+            torch.sum(squares, 1, out=by_row[first:last])
             if self.matrices == 1:
                 by_column[0] += squares.sum(0)
             else:

@@ -69,7 +69,8 @@ class ShardedOptimizer(Optimizer):
             isinstance(optimizer_class, type) and issubclass(optimizer_class, CollectiveOptimizer)
         ):
             raise ValueError(
-                f"expected an element-wise optimizer, got {name}; shard the parameters with "
+                f"expected an element-wise optimizer, got {name}; Muon, SOAP and Shampoo of "
+                f"shard_optim take comm= themselves; for others shard the parameters with "
                 f"shard_tensor or shard-fsdp and use shard_optim's own, where there is one"
             )
         if not isinstance(params, torch.Tensor):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shard_flat import ShardSpec, ShardTensor
+from shard_flat import GatherComm, ShardSpec, ShardTensor
 from shard_optim._homes import Home
 from shard_optim._runs import find_runs, flat_piece, piece_of
 
@@ -47,9 +47,11 @@ class Slot:
         """Whether a tensor has the cut of the parameter's as it is now. Local."""
         return piece_of(value).shape == piece_of(param).shape
 
-    def is_cut_like(self, value: ShardTensor, param: ShardTensor) -> bool:
+    def is_cut_like(self, value: ShardTensor, param: torch.Tensor) -> bool:
         """Whether a piece is that of the slot on every rank. Local."""
-        return param.spec.is_cut_like(value.spec, param.comm.size)
+        return isinstance(param, ShardTensor) and param.spec.is_cut_like(
+            value.spec, param.comm.size
+        )
 
 
 @dataclass(frozen=True)
@@ -84,20 +86,24 @@ class OwnedSlot(Slot):
     Attributes:
         owner: the rank.
         dims: which dimensions of the parameter it has, in order.
+        comm: the ranks that hold the parameter, where it is plain and there are several.
     """
 
     owner: int = 0
     dims: tuple[int, ...] = (0, 1)
+    comm: GatherComm | None = None
     joined: ClassVar[bool] = False
 
     def blank(self, param: torch.Tensor) -> torch.Tensor:
         """Return zeros for a parameter. Local."""
-        shape = self.shape_of(param)
-        if not isinstance(param, ShardTensor):
-            return torch.zeros(shape, dtype=self.dtype, device=param.device)
-        spec = self._spec(param)
-        local = torch.zeros(spec.stop - spec.start, dtype=self.dtype, device=param.device)
-        return ShardTensor(local, spec, comm=param.comm, mesh=param.device_mesh)
+        dtype = param.dtype if self.dtype is None else self.dtype
+        comm = self._comm_of(param)
+        if comm is None:
+            return torch.zeros(self.shape_of(param), dtype=dtype, device=param.device)
+        spec = self._spec(param, comm)
+        local = torch.zeros(spec.stop - spec.start, dtype=dtype, device=param.device)
+        mesh = param.device_mesh if isinstance(param, ShardTensor) else None
+        return ShardTensor(local, spec, comm=comm, mesh=mesh)
 
     def shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the global shape. Local."""
@@ -105,19 +111,24 @@ class OwnedSlot(Slot):
 
     def fits(self, value: torch.Tensor, param: torch.Tensor) -> bool:
         """Whether a tensor is what the owner, or another rank, is to have. Local."""
-        if isinstance(param, ShardTensor) and isinstance(value, ShardTensor):
+        if isinstance(value, ShardTensor):
             return self.is_cut_like(value, param)
-        return tuple(value.shape) == self.shape_of(param)
+        return self._comm_of(param) is None and tuple(value.shape) == self.shape_of(param)
 
-    def is_cut_like(self, value: ShardTensor, param: ShardTensor) -> bool:
+    def is_cut_like(self, value: ShardTensor, param: torch.Tensor) -> bool:
         """Whether a piece is that of the slot on every rank. Local."""
-        return self._spec(param).is_cut_like(value.spec, param.comm.size)
+        comm = self._comm_of(param)
+        return comm is not None and self._spec(param, comm).is_cut_like(value.spec, comm.size)
 
-    def _spec(self, param: ShardTensor) -> ShardSpec:
+    def _comm_of(self, param: torch.Tensor) -> GatherComm | None:
+        return param.comm if isinstance(param, ShardTensor) else self.comm
+
+    def _spec(self, param: torch.Tensor, comm: GatherComm) -> ShardSpec:
+        name = param.spec.name if isinstance(param, ShardTensor) else self.name
         shape = self.shape_of(param)
         numel = math.prod(shape)
-        whole = ShardSpec(param.spec.name, shape, 0, 0, self.owner * numel, numel)
-        start, stop = whole.range_of(param.comm.rank)
+        whole = ShardSpec(name, shape, 0, 0, self.owner * numel, numel)
+        start, stop = whole.range_of(comm.rank)
         return replace(whole, start=start, stop=stop)
 
 

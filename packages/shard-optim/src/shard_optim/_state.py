@@ -175,9 +175,7 @@ def _check_state(
         dtype = slot.dtype_of(param)
         if value.dtype.is_floating_point != dtype.is_floating_point:
             raise ValueError(f"{name}: expected {slot.name} of {dtype}, got {value.dtype}{whose}")
-        if isinstance(value, ShardTensor) and not (
-            isinstance(param, ShardTensor) and slot.is_cut_like(value, param)
-        ):
+        if isinstance(value, ShardTensor) and not slot.is_cut_like(value, param):
             raise ValueError(
                 f"{name}: {slot.name} is a piece [{value.spec.start}, {value.spec.stop}) of "
                 f"another sharding; load it with shard_ckpt, which moves state between world sizes"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 
 from shard_comm import Comm
 from shard_flat import ShardTensor
-from shard_optim._owners import assign_owners
+from shard_optim._gather import Gathering
+from shard_optim._owners import Ledger
 from shard_optim._routes import Round, split_rounds
 
 
@@ -20,10 +21,13 @@ class Matrix:
 
     Attributes:
         param: the parameter.
-        piece: ``[n]``, this rank's part of what its owner needs.
+        piece: ``[n]``, this rank's part of what its owner needs, in the dtype that travels. Of a
+            plain parameter that several ranks hold, all of it, which only the owner needs.
         cost: of solving it, in any unit.
-        solve: makes the whole, flattened, into the result, flattened; its owner calls it.
+        solve: makes the whole, flattened, into the result, flattened, of the same dtype; its
+            owner calls it.
         apply: takes this rank's piece of the result ``[n]``.
+        comm: the ranks that hold the parameter, None where it is this one alone.
         owner: who solves it, where that is settled.
     """
 
@@ -32,19 +36,20 @@ class Matrix:
     cost: float
     solve: Callable[[torch.Tensor], torch.Tensor]
     apply: Callable[[torch.Tensor], None]
+    comm: Comm | None
     owner: int | None = None
 
 
 class Workshop:
     """Brings matrices to their owners and results back, and remembers by which ways.
 
-    Args:
-        dtype: of what travels.
+    Attributes:
+        loads: what the matrices of each plan cost each rank.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._plans: dict[Any, list[Round]] = {}
+    def __init__(self) -> None:
+        self.loads: dict[Hashable, list[float]] = {}
+        self._plans: dict[Hashable, list[Any]] = {}
 
     def work_off(self, matrices: Sequence[Matrix]) -> None:
         """Solve and apply all matrices; those that no other rank has a piece of are solved here.
@@ -52,58 +57,105 @@ class Workshop:
         Args:
             matrices: the same ones in the same order on every rank.
 
-        **Collective**: two all_to_alls per round and comm, over all ranks of it.
+        **Collective**: per comm and dtype, two all_to_alls for each round of sharded matrices and
+        one all_gather for each round of plain ones, over all ranks of it.
         """
-        by_comm: dict[Comm, list[Matrix]] = {}
+        kinds: dict[tuple[Comm, torch.dtype, bool], list[Matrix]] = {}
         for matrix in matrices:
-            param = matrix.param
-            if isinstance(param, ShardTensor) and param.comm.size > 1:
-                assert isinstance(param.comm, Comm), "checked when the parameter was added"
-                by_comm.setdefault(param.comm, []).append(matrix)
-            else:
+            if matrix.comm is None:
                 matrix.apply(matrix.solve(matrix.piece.clone()))  # its own memory, as of an owner
-        for comm, members in by_comm.items():
-            _work_off(self._rounds(comm, members), members)
+            else:
+                is_cut = isinstance(matrix.param, ShardTensor)
+                kind = matrix.comm, matrix.piece.dtype, is_cut
+                kinds.setdefault(kind, []).append(matrix)
+        for (comm, dtype, is_cut), members in kinds.items():
+            if is_cut:
+                exchange(self._rounds(comm, dtype, members), members)
+            else:
+                gather(self._gatherings(comm, dtype, members), members)
 
-    def _rounds(self, comm: Comm, members: Sequence[Matrix]) -> list[Round]:
+    def _rounds(self, comm: Comm, dtype: torch.dtype, members: Sequence[Matrix]) -> list[Round]:
         specs = [m.param.spec for m in members if isinstance(m.param, ShardTensor)]
-        costs = [m.cost for m in members]
-        settled = [m.owner for m in members if m.owner is not None]
         where = tuple((spec.origin, spec.shard_numel, spec.shape) for spec in specs)
-        key = comm, where, tuple(costs), tuple(settled)
+        key = comm, dtype, where, _work_of(members)
         if key not in self._plans:
             ranges = [[spec.range_of(rank) for rank in range(comm.size)] for spec in specs]
             self._plans[key] = [
-                Round(comm, {i: ranges[i] for i in owners}, owners, self._dtype)
-                for owners in plan_rounds(costs, ranges, comm.size, settled)
+                Round(comm, {i: ranges[i] for i in owners}, owners, dtype)
+                for owners in self._plan(key, comm, members, ranges)
             ]
         return self._plans[key]
+
+    def _gatherings(
+        self, comm: Comm, dtype: torch.dtype, members: Sequence[Matrix]
+    ) -> list[Gathering]:
+        numels = [m.param.numel() for m in members]
+        key = comm, dtype, tuple(numels), _work_of(members)
+        if key not in self._plans:
+            self._plans[key] = [
+                Gathering(comm, {i: numels[i] for i in owners}, owners, dtype)
+                for owners in self._plan(key, comm, members, [[(0, n)] for n in numels])
+            ]
+        return self._plans[key]
+
+    def _plan(
+        self,
+        key: Hashable,
+        comm: Comm,
+        members: Sequence[Matrix],
+        ranges: Sequence[Sequence[tuple[int, int]]],
+    ) -> list[dict[int, int]]:
+        costs, settled = _work_of(members)
+        rounds = plan_rounds(costs, settled, ranges=ranges, world_size=comm.size)
+        loads = self.loads[key] = [0.0] * comm.size
+        for owners in rounds:
+            for index, owner in owners.items():
+                loads[owner] += costs[index]
+        return rounds
+
+
+def _work_of(members: Sequence[Matrix]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Costs, and owners where they are settled."""
+    owners = tuple(m.owner for m in members if m.owner is not None)
+    return tuple(m.cost for m in members), owners
+
+
+def held_by(param: torch.Tensor, world_size: int) -> list[tuple[int, int]]:
+    """Return which ranks have elements of a parameter to send, and how many. Local.
+
+    Those of a plain one are sent by the owner alone: they count as if a rank -1 had them.
+    """
+    if not isinstance(param, ShardTensor):
+        return [(-1, param.numel())]
+    return _held([param.spec.range_of(rank) for rank in range(world_size)])
+
+
+def _held(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(rank, stop - start) for rank, (start, stop) in enumerate(ranges) if stop > start]
 
 
 def plan_rounds(
     costs: Sequence[float],
+    owners: Sequence[int] = (),
+    *,
     ranges: Sequence[Sequence[tuple[int, int]]],
     world_size: int,
-    owners: Sequence[int] = (),
 ) -> list[dict[int, int]]:
     """Say who works on what, and what travels together.
 
     Args:
         costs: of each matrix, in any unit.
+        owners: those of all matrices, where they are settled.
         ranges: element range of each matrix on each rank.
         world_size: number of ranks.
-        owners: those of all matrices, where they are settled.
 
     Returns:
         One dict per round: the owner of each of its matrices.
 
     **Collective**: local.
     """
-    held = [
-        [(rank, stop - start) for rank, (start, stop) in enumerate(each) if stop > start]
-        for each in ranges
-    ]
-    owners = owners or assign_owners(costs, held, world_size)
+    held = [_held(each) for each in ranges]
+    owners = owners or Ledger(world_size).assign(costs, held)
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     numels = [sum(numel for _, numel in held[i]) for i in order]
     rounds = split_rounds(numels, [owners[i] for i in order])
@@ -111,8 +163,8 @@ def plan_rounds(
     return [{i: owners[i] for i in each} for each in indices]
 
 
-def _work_off(rounds: Sequence[Round], members: Sequence[Matrix]) -> None:
-    """Exchange and solve; one round travels while another one is worked on."""
+def exchange(rounds: Sequence[Round], members: Sequence[Matrix]) -> None:
+    """Bring pieces to owners and back; one round travels while another one is worked on."""
 
     def start(number: int) -> None:
         if number < len(rounds):
@@ -128,5 +180,20 @@ def _work_off(rounds: Sequence[Round], members: Sequence[Matrix]) -> None:
     for number, each in enumerate(rounds):
         start(number + 1)
         each.give_back({i: members[i].solve(whole) for i, whole in each.wholes().items()})
+        finish(number - 1)
+    finish(len(rounds) - 1)
+
+
+def gather(rounds: Sequence[Gathering], members: Sequence[Matrix]) -> None:
+    """Solve what is owned and fetch the rest; one round travels while the next is worked on."""
+
+    def finish(number: int) -> None:
+        if number >= 0:
+            for i, result in rounds[number].results().items():
+                members[i].apply(result)
+
+    for number, each in enumerate(rounds):
+        own = [i for i, owner in each.owners.items() if owner == each.comm.rank]
+        each.send({i: members[i].solve(members[i].piece.clone()) for i in own})
         finish(number - 1)
     finish(len(rounds) - 1)
