@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 
-from shard_comm import Comm, GroupComm, SoloComm, tree_sum
+from shard_comm import (
+    Comm,
+    GroupComm,
+    HierarchicalComm,
+    SoloComm,
+    comm_for,
+    tree_sum,
+)
 from shard_fsdp import MixedPrecisionPolicy, fully_shard
 from shard_optim import AdamW, clip_grad_norm_
 from shard_testing import DecoderBlock, TinyDecoder, full_value, run_ranks, token_batches
@@ -144,8 +153,16 @@ def _distance(a: Outcome, b: Outcome) -> float:
     return max(scalars + tensors)
 
 
+def _on_two_hosts(comm: Comm) -> Comm:
+    os.environ["SHARD_HOST"] = f"host {comm.rank // 2}"
+    hosts = comm_for(dist.new_group(list(range(comm.size))))
+    assert isinstance(hosts, HierarchicalComm)
+    return hosts
+
+
 def _compare(comm: Comm) -> list[tuple[float, float]]:
     found = []
+    hosts = _on_two_hosts(comm) if comm.size == 4 else None
     for setting in SETTINGS:
         mine = _ours(comm, setting)
         same = _unsharded(comm.rank, comm.size, setting, ours=True)
@@ -155,6 +172,10 @@ def _compare(comm: Comm) -> list[tuple[float, float]]:
         if comm.size > 1:  # the ranks share memory; the same over Gloo
             sent = _ours(GroupComm(), setting)
             assert all(torch.equal(sent.params[n], p) for n, p in same.params.items()), setting
+        if hosts is not None:
+            across = _ours(hosts, setting)
+            assert (across.losses, across.norms) == (same.losses, same.norms), setting
+            assert all(torch.equal(across.params[n], p) for n, p in same.params.items()), setting
         plain = _unsharded(comm.rank, comm.size, setting, ours=False)
         theirs = _torch_fsdp2(comm, setting)
         found.append((_distance(mine, plain), _distance(mine, theirs)))

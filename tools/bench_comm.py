@@ -1,16 +1,20 @@
 """Time collectives through shared memory against the same over Gloo, in one run.
 
-    python tools/bench_comm.py [--ranks N] [--rounds N] [--json PATH]
+    python tools/bench_comm.py [--ranks N] [--hosts N] [--rounds N] [--json PATH]
 
 Ranks are processes of one thread each. In every round both transports take turns with a few
 calls in a row, the first of which is not timed: it pays for the threads and caches that the other
 left behind. A round takes as long as its slowest rank, and ratios are medians over rounds.
+
+With several hosts, ranks of this machine declare themselves to be on as many, and the loopback
+device is the network: fast, so that what is saved on a network does not show.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -19,8 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from shard_comm import Comm, SharedMemoryComm, comm_for
+from shard_comm import Comm, HierarchicalComm, SharedMemoryComm, comm_for
 from shard_testing import run_ranks
 
 SIZES_MIB = (16, 64)
@@ -34,7 +39,7 @@ class Row:
 
     Attributes:
         name: what is measured.
-        ours: milliseconds through shared memory; of the barrier, microseconds.
+        ours: milliseconds through shared memory, inside each host; of the barrier, microseconds.
         reference: the same over Gloo.
         ratio: how many times faster ours is.
         target: the least that the ratio may be; of the barrier, the most that ``ours`` may be;
@@ -104,26 +109,49 @@ def barriers(comm: Comm, _: int) -> Callable[[], None]:
 
 
 Make = Callable[[Comm, int], Callable[[], None]]
-CASES: list[tuple[str, Make, Make, int, float | None]] = [
-    (f"{name}, {mib} MiB, ms", ours, theirs, mib, target)
-    for mib in SIZES_MIB
-    for name, ours, theirs, target in (
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective of one size, ours and over Gloo; attributes as those of ``Row``."""
+
+    name: str
+    ours: Make
+    theirs: Make
+    mib: int
+    target: float | None
+
+
+def cases_of(hosts: int) -> list[Case]:
+    """Return what is measured; the barrier last. Targets are for one host."""
+    kinds = (
         ("gather, copied", gather, gather, 8.0),
         ("gather, copied, ordinary memory", gather_apart, gather_apart, None),
         ("gather, mapped", gather_mapped, gather, 8.0),
         ("reduce_scatter", reduce, reduce, 8.0),
         ("reduce_scatter, ordinary memory", reduce_staged, reduce_staged, None),
     )
-]
+    cases = [
+        Case(f"{name}, {mib} MiB, ms", ours, theirs, mib, target if hosts == 1 else None)
+        for mib in SIZES_MIB
+        for name, ours, theirs, target in kinds
+        if hosts == 1 or ours is not gather_mapped
+    ]
+    return [*cases, Case("barrier, us", barriers, barriers, 0, 5.0 if hosts == 1 else None)]
 
 
-def measure(comm: Comm, rounds: int) -> list[tuple[list[float], list[float]]]:
+def measure(comm: Comm, rounds: int, hosts: int) -> list[tuple[list[float], list[float]]]:
     """Return the seconds of each round of each case, ours and over Gloo."""
     gloo = comm_for(shared_memory=False)
     assert isinstance(comm, SharedMemoryComm)
+    ours: Comm = comm
+    if hosts > 1:
+        os.environ["SHARD_HOST"] = str(comm.rank * hosts // comm.size)
+        ours = comm_for(dist.new_group(list(range(comm.size))))
+        assert isinstance(ours, HierarchicalComm)
     found = []
-    for _, ours, theirs, mib, _ in [*CASES, ("", barriers, barriers, 0, 5.0)]:
-        runs = ours(comm, mib), theirs(gloo, mib)
+    for case in cases_of(hosts):
+        runs = case.ours(ours, case.mib), case.theirs(gloo, case.mib)
         times: tuple[list[float], list[float]] = [], []
         for _ in range(rounds):
             for run, own, calls in zip(runs, times, CALLS, strict=True):
@@ -139,22 +167,21 @@ def measure(comm: Comm, rounds: int) -> list[tuple[list[float], list[float]]]:
     return found
 
 
-def rows_of(found: list[list[tuple[list[float], list[float]]]]) -> list[Row]:
+def rows_of(found: list[list[tuple[list[float], list[float]]]], cases: list[Case]) -> list[Row]:
     """Put together what the ranks measured."""
     rows = []
-    names = [case[0] for case in CASES] + ["barrier, us"]
-    for index, name in enumerate(names):
+    for index, case in enumerate(cases):
         ours, theirs = (
             [max(times) for times in zip(*(rank[index][which] for rank in found), strict=True)]
             for which in (0, 1)
         )
         ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-        last = index == len(CASES)
+        last = case is cases[-1]
         scale = 1e6 / BARRIERS if last else 1e3
         mine, other = (statistics.median(times) * scale for times in (ours, theirs))
-        target = 5.0 if last else CASES[index][-1]
+        target = case.target
         met = target is None or (mine < target if last else ratio >= target)
-        rows.append(Row(name, mine, other, ratio, target, met))
+        rows.append(Row(case.name, mine, other, ratio, target, met))
     return rows
 
 
@@ -166,13 +193,17 @@ def main(argv: list[str] | None = None) -> int:
     """Print the table; exit status 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="Time collectives through shared memory.")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=1, help="as many, each of several ranks")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="also write the rows there")
     arguments = parser.parse_args(argv)
-    rows = rows_of(run_ranks(measure, arguments.ranks, arguments.rounds, timeout_s=600))
+    ranks, rounds, hosts = arguments.ranks, arguments.rounds, arguments.hosts
+    if not 0 < hosts < max(ranks, 2):
+        parser.error(f"expected hosts below the {ranks} ranks, got {hosts}")
+    rows = rows_of(run_ranks(measure, ranks, rounds, hosts, timeout_s=600), cases_of(hosts))
     print(
-        f"torch {torch.__version__}, {arguments.ranks} ranks of one thread, fp32, "
-        f"{arguments.rounds} rounds, medians"
+        f"torch {torch.__version__}, {ranks} ranks of one thread, hosts: {hosts}, fp32, "
+        f"{rounds} rounds, medians"
     )
     print(f"{'':<44}{'ours':>10}{'Gloo':>10}{'ratio':>9}{'target':>9}")
     for row in rows:

@@ -287,11 +287,19 @@ def test_partitions_that_do_not_fit_are_refused(tmp_path: Path, stage: int) -> N
 def test_parallel_models_and_experts_are_not_understood(tmp_path: Path) -> None:
     write_flat_stage(tmp_path / "a", 1, 2, scaler=None)
     (tmp_path / "a" / "mp_rank_01_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="model-parallel rank 01; only checkpoints without"):
+    with pytest.raises(CheckpointError, match=r"model-parallel rank 01; .* with torch.save, which"):
         convert(tmp_path / "a", tmp_path / "c")
     (tmp_path / "a" / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="files of experts are not understood"):
+    with pytest.raises(CheckpointError, match="files of experts are not understood; load it"):
         convert(tmp_path / "a", tmp_path / "c")
+
+
+def test_universal_checkpoints_are_told(tmp_path: Path) -> None:
+    (tmp_path / "zero" / "layers.0.weight").mkdir(parents=True)
+    (tmp_path / "zero" / "layers.0.weight" / "fp32.pt").touch()
+    (tmp_path / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="zero: a universal checkpoint; convert the ZeRO"):
+        convert(tmp_path, tmp_path / "c")
 
 
 def test_latest_that_names_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shard_ckpt import CheckpointError, PerRank, save
 from shard_ckpt._header import METADATA_KEY, header_length, parse_header
@@ -17,7 +19,8 @@ from shard_ckpt._index import parse_index
 from shard_ckpt._json import canonical_json, strict_loads
 from shard_ckpt._marker import MARKER_NAME, read_marker
 from shard_ckpt._values import decode
-from shard_comm import SoloComm
+from shard_comm import Comm
+from shard_testing import run_threads
 
 ODD_VALUES: list[Any] = [
     None,
@@ -55,12 +58,19 @@ ODD_VALUES: list[Any] = [
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fuzz") / "a"
     tied = torch.ones(3, 4)
-    state = {
-        "model": {"w": tied, "again": tied, "half": torch.ones(7).bfloat16(), "s": torch.ones(())},
-        "values": {"t": (1, float("inf")), "b": b"x", "big": 2**70, "map": {1: [None, True]}},
-        "rng": PerRank(torch.arange(3)),
-    }
-    save(state, folder, comm=SoloComm())
+
+    def rank(comm: Comm) -> None:
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=comm.rank)
+        columns = DTensor.from_local(torch.ones(6, 2), mesh, (Shard(1),), run_check=False)
+        state = {
+            "model": {"w": tied, "again": tied, "half": torch.ones(7).bfloat16()},
+            "cut": {"columns": columns, "s": torch.ones(())},
+            "values": {"t": (1, float("inf")), "b": b"x", "big": 2**70, "map": {1: [None, True]}},
+            "rng": PerRank(torch.arange(3)),
+        }
+        save(state, folder, comm=comm)
+
+    run_threads(rank, 2)
     return folder
 
 
@@ -130,7 +140,7 @@ def refusals(read: Callable[[bytes], object], raw: bytes, count: int, seed: int)
 
 
 def test_headers(whole: Path) -> None:
-    raw = (whole / "model-r00000-of-00001.safetensors").read_bytes()
+    raw = (whole / "cut-r00000-of-00002.safetensors").read_bytes()
     length = header_length(raw[:8], file_bytes=len(raw), label="f")
     text = raw[8 : 8 + length].rstrip()
     data_bytes = len(raw) - 8 - length
@@ -165,12 +175,14 @@ def test_indexes(whole: Path) -> None:
     def read(text: bytes) -> None:
         index = parse_index(text, label="f")
         for record in index.tensors.values():
-            assert sum(part.stop - part.start for part in record.ranges) == record.numel
+            assert sum(part.numel for part in record.ranges) == record.numel
             for part in record.ranges:
-                end = part.offset + (part.stop - part.start) * record.itemsize
+                end = part.offset + part.numel * record.itemsize
                 assert end <= index.files[part.file].nbytes
 
-    assert 3000 < refusals(read, (whole / "index.json").read_bytes(), 4000, seed=3) < 4000
+    raw = (whole / "index.json").read_bytes()
+    assert sum(len(part) == 6 for part in json.loads(raw)["tensors"]["cut"]["columns"]["ranges"])
+    assert 3000 < refusals(read, raw, 4000, seed=3) < 4000
 
 
 def test_markers(whole: Path, tmp_path: Path) -> None:

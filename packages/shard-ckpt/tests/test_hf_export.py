@@ -182,7 +182,7 @@ def test_a_model_that_is_there_is_not_mixed_with(ckpt: Path, tmp_path: Path) -> 
     (folder / "config.json").write_text("{}")
     export_hf(ckpt, folder)
     assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
-    with pytest.raises(FileExistsError, match=r"hf/model\.safetensors: in the way"):
+    with pytest.raises(FileExistsError, match=r"in the way; .*hf/model.safetensors"):
         export_hf(ckpt, folder, max_shard_size=100)
 
 
@@ -261,7 +261,7 @@ def test_two_exports_into_one_folder(
         (folder / "model.safetensors").write_bytes(b"theirs")
 
     monkeypatch.setattr(_posix, "fsync", other_first)
-    with pytest.raises(FileExistsError, match=r"model\.safetensors: made by somebody else"):
+    with pytest.raises(FileExistsError, match=r"made by somebody else .*model.safetensors"):
         export_hf(ckpt, folder)
     assert (folder / "model.safetensors").read_bytes() == b"theirs"
     assert os.listdir(folder) == ["model.safetensors"]

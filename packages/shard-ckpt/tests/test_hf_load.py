@@ -58,7 +58,8 @@ def test_a_rank_reads_only_what_it_holds(folder: Path, monkeypatch: pytest.Monke
     asked: list[int] = []
 
     def counting(fd: int, views: Sequence[memoryview], offset: int) -> int:
-        asked.append(sum(len(view) for view in views))
+        if offset > 8:  # else a header
+            asked.append(sum(len(view) for view in views))
         return read_into(fd, views, offset)
 
     def rank(comm: Comm) -> int:
@@ -147,10 +148,10 @@ def test_names_of_one_tensor_hold_the_same(tmp_path: Path) -> None:
     assert torch.equal(w, W)
     w.zero_()
     other = write_folder(tmp_path / "other", {"a": W}, {"b": W + 1})
-    with pytest.raises(ValueError, match=r"model: a and model: b are one tensor in the model, but"):
+    with pytest.raises(ValueError, match="a and model: b are one tensor here, but differ in"):
         load_hf({"a": w, "b": w}, other)
     kinds = write_folder(tmp_path / "kinds", {"a": W}, {"b": W.double()})
-    with pytest.raises(ValueError, match=r"differ in the files in dtype: F32 and F64"):
+    with pytest.raises(ValueError, match=r"dtypes F32 and F64"):
         load_hf({"a": w, "b": w}, kinds, cast=True)
     assert w.count_nonzero() == 0
 

@@ -16,7 +16,10 @@ W = TensorRecord("model", "w", "F32", (2, 3), (Range(0, 4, 0, 4096), Range(4, 6,
 E = TensorRecord("model", "e", "I64", (0, 3), (Range(0, 0, 1, 4104),))
 S = TensorRecord("optim", "w#step", "F32", (), (Range(0, 1, 1, 4104),))
 TIED = TensorRecord("model", "x", "F32", (6,), W.ranges)
-INDEX = Index("cafe", 2, link_ties([E, W, TIED, S]), FILES)
+V = TensorRecord(
+    "model", "v", "F32", (3, 5), (Range(0, 13, 0, 4096, 3, 5), Range(3, 15, 1, 4096, 3, 5))
+)
+INDEX = Index("cafe", 2, link_ties([E, V, W, TIED, S]), FILES)
 
 
 def record(*ranges: tuple[int, int], numel: int) -> TensorRecord:
@@ -25,6 +28,12 @@ def record(*ranges: tuple[int, int], numel: int) -> TensorRecord:
 
 def test_what_was_written_is_read() -> None:
     assert parse_index(encode_index(INDEX)) == INDEX
+
+
+def test_runs_are_six_numbers_and_a_single_run_is_four() -> None:
+    table = json.loads(encode_index(INDEX))["tensors"]["model"]
+    assert table["v"]["ranges"] == [[0, 13, 0, 4096, 3, 5], [3, 15, 1, 4096, 3, 5]]
+    assert table["w"]["ranges"] == [[0, 4, 0, 4096], [4, 6, 1, 4096]]
 
 
 def test_a_tie_is_stored_as_a_name() -> None:
@@ -91,6 +100,14 @@ def changed(path: list[Any], value: Any) -> bytes:
         (["tensors", "model", "w", "ranges", 0], [0, 4, 0, 4097], "not aligned"),
         (["tensors", "model", "w", "ranges", 0], [0, 4, 0], "not laid out as an index"),
         (["tensors", "model", "w", "ranges", 0], [0, 4, 0, -4], "shape or ranges"),
+        (["tensors", "model", "v", "ranges", 0], [0, 13, 0, 4096, 2, 5], "v: .*multiple of 5"),
+        (["tensors", "model", "v", "ranges", 0], [0, 13, 0, 4096, 3], "v: .*different distances"),
+        (["tensors", "model", "v", "ranges", 0], [0, 12, 0, 4096, 3, 5], "v: nobody stored 3 of"),
+        (["tensors", "model", "v", "ranges", 0], [0, 14, 0, 4096, 3, 5], "from 0 on are stored tw"),
+        (["tensors", "model", "v", "ranges", 0], [0, 13, 0, 4096, 10**30, 5], "not within"),
+        (["tensors", "model", "v", "ranges", 0], [0, 13, 0, 4096, 3.0, 5], "shape or ranges"),
+        (["tensors", "model", "v", "ranges", 0], [0, 13, 0, 4980, 3, 5], "outside of the files"),
+        (["tensors", "model", "v", "ranges", 0], [0, 13, 0, 4096, 3, 5, 1], "not laid out as an"),
         (["tensors", "model", "x", "tie"], ["model", "x"], "not laid out as an index"),
         (["tensors", "model", "x", "tie"], ["model", "e"], "differs in dtype"),
         (["tensors", "model", "x", "shape"], [5], r"model: x: expected elements \[0, 5\)"),

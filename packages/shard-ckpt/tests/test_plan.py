@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._plan import (
     PART_BYTES,
     SPLIT_BYTES,
@@ -15,7 +16,7 @@ from shard_ckpt._plan import (
     plan_entries,
     shares_of,
 )
-from shard_ckpt._state import Leaf, flatten
+from shard_ckpt._state import flatten
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -90,10 +91,10 @@ def test_replicas_each_write_an_equal_part() -> None:
         plans.append(group_leaves(leaves))
         held.append(plans[-1].digests())
     shares = [shares_of(held, rank) for rank in range(4)]
-    assert shares == [{2: Share(0, 2)}, {2: Share(0, 2)}, {2: Share(1, 2)}, {2: Share(1, 2)}]
+    assert shares == [{0: Share(0, 2)}, {0: Share(0, 2)}, {0: Share(1, 2)}, {0: Share(1, 2)}]
     written = [
         [
-            (e.leaf.name, e.start, e.stop)
+            (e.leaf.name, e.runs.start, e.runs.stop)
             for e in plan_entries(plans[rank], rank=rank, world_size=4, shares=shares[rank])
         ]
         for rank in range(4)

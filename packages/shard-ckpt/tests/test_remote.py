@@ -131,7 +131,7 @@ def test_of_two_saves_the_first_to_publish_wins(root: str, monkeypatch: pytest.M
 
 def test_what_a_dead_save_left_is_removed_by_the_next(root: str) -> None:
     dead = remote_path(f"{root}/a/{'0' * 32}")
-    dead.fs.makedirs(dead.key, exist_ok=True)
+    dead.make_folder()
     (dead / "model-r00000-of-00001.safetensors").create(b"half")
     with pytest.raises(CheckpointError, match="no COMMITTED marker"):
         load({}, f"{root}/a", comm=SoloComm())

@@ -18,7 +18,7 @@ from shard_ckpt import FileRecord, PerRank, Range, _posix, inspect, load, save, 
 from shard_ckpt._blocks import BLOCK_BYTES
 from shard_ckpt._commit import Manifest, build_index
 from shard_ckpt._index import encode_index
-from shard_ckpt._state import Leaf
+from shard_ckpt._leaf import Leaf
 from shard_comm import Comm, Recorded, SoloComm, ThreadComm
 from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
 from shard_testing import run_ranks, run_threads

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
 
 from shard_ckpt import PerRank
-from shard_ckpt._state import Leaf, flatten
+from shard_ckpt._leaf import Leaf
+from shard_ckpt._runs import Runs
+from shard_ckpt._state import flatten
 from shard_ckpt._values import PerRankRef, TensorRef
 from shard_comm import SoloComm, ThreadComm
 from shard_flat import ShardTensor, shard_tensor
@@ -152,11 +154,16 @@ def test_unusable_tensors_are_refused(tensor: torch.Tensor, reason: str) -> None
         flatten({"model": {"w": tensor}})
 
 
-def test_other_dtensors_are_refused() -> None:
-    mesh = DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
-    tensor = DTensor.from_local(T, mesh, (Replicate(),), run_check=False)
-    with pytest.raises(TypeError, match=r"model: w: .*got a DTensor"):
-        flatten({"model": {"w": tensor}})
+def test_a_dtensor_is_its_block() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(3), _init_backend=False, _rank=1)
+    local = torch.arange(8.0).view(4, 2)
+    tensor = DTensor.from_local(
+        local, mesh, (Shard(1),), run_check=False, shape=torch.Size((4, 5)), stride=(5, 1)
+    )
+    leaf = only({"model": {"w": tensor}})
+    assert (leaf.shape, leaf.start, leaf.stop, leaf.shards) == ((4, 5), 0, 8, 3)
+    assert leaf.tensor.data_ptr() == local.data_ptr()
+    assert list(leaf.runs(1, 8)) == [(Runs(3, 4), 1), (Runs(7, 19, 3, 5), 2)]
 
 
 def test_a_state_is_a_mapping_with_text_keys() -> None:

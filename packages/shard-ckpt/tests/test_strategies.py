@@ -138,7 +138,7 @@ def test_the_strategies_store_differently(checkpoints: Path) -> None:
     assert starts("rows-8") == [0, 15, 30]
     assert starts("full-4") == [0, 16, 32]
     assert starts("full-8") == [0, 8, 16, 24, 32]
-    assert len(starts("hybrid-4")) == 2
+    assert starts("hybrid-4") == [0, 16, 32]
     files = [file.name for file in inspect(checkpoints / "hybrid-4").files]
     tensors = [name for name in files if name.endswith(".safetensors")]
     assert {name.partition("-r")[2][:5] for name in tensors} == {f"{n:05d}" for n in range(4)}

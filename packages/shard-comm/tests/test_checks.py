@@ -38,6 +38,31 @@ BAD: dict[str, tuple[Callable[[Comm], object], str]] = {
         lambda c: c.reduce_scatter(ONES(2), ONES(3)),
         "reduce_scatter: expected 4 elements beside 2 .*, got 3",
     ),
+    "scatter_own_size": (
+        lambda c: c.reduce_scatter(ONES(2), ONES(4), own=[ONES(1), ONES(2)]),
+        r"reduce_scatter: expected own to have 2 elements in all, got 3 \(rank 0 of 2\)",
+    ),
+    "scatter_own_dtype": (
+        lambda c: c.reduce_scatter(ONES(2), ONES(4), own=[ONES(2).double()]),
+        r"reduce_scatter: expected own to be contiguous tensors \[n\] of torch.float32, got "
+        r"torch.float64 of shape \[2\]",
+    ),
+    "scatter_own_strides": (
+        lambda c: c.reduce_scatter(ONES(2), ONES(4), own=[ONES(4)[::2]]),
+        r"of shape \[2\], strides \(2,\)",
+    ),
+    "scatter_own_shape": (
+        lambda c: c.reduce_scatter(ONES(2), ONES(4), own=[ONES(2, 1)]),
+        r"expected own to be contiguous tensors \[n\]",
+    ),
+    "scatter_own_device": (
+        lambda c: c.reduce_scatter(ONES(2), ONES(4), own=[ONES(2, device="meta")]),
+        "reduce_scatter: expected own on cpu, got a tensor on meta",
+    ),
+    "scatter_own_is_out": (
+        lambda c: c.reduce_scatter((out := ONES(2)), ONES(4), own=[out]),
+        r"reduce_scatter: out and inp overlap in memory \(rank 0 of 2\)",
+    ),
     "scatter_op": (
         lambda c: c.reduce_scatter(ONES(2), ONES(4), op="average"),
         r"reduce_scatter: expected op to be one of \('sum', 'mean', .*\), got 'average' \(rank 0",

@@ -373,6 +373,10 @@ def check_closing(comm: Comm) -> None:
         part.all_reduce(torch.ones(1))
     with pytest.raises(RuntimeError, match="split: this comm is closed"):
         part.split(0)
+    part = comm.split(0)
+    assert isinstance(part, GroupComm)
+    dist.destroy_process_group(part.group)
+    part.close()  # nothing is left to destroy
     group = dist.new_group(list(range(comm.size)))
     for shared_memory in (False, True):
         picked = comm_for(group, shared_memory=shared_memory)

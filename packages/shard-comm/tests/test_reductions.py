@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shard_comm import Comm, HostStaged, Recorded, SoloComm, tree_sum
+from shard_comm import (
+    Checked,
+    Comm,
+    HostStaged,
+    Quantized,
+    Recorded,
+    SoloComm,
+    ThreadComm,
+    tree_sum,
+)
 from shard_testing import run_threads
 
 CONTRIBUTIONS = 8
@@ -176,3 +185,45 @@ def test_one_rank_and_staging_round_likewise() -> None:
         return [out.item(), *mine.tolist()]
 
     assert run_threads(run, 2) == [[257.0, 128.0, 128.0]] * 2  # 128.5 ties to even
+
+
+def scatter_own(comm: Comm) -> dict[str, torch.Tensor]:
+    """Every reduction with this rank's own contribution apart, and NaN where it would be read."""
+    numel = 30 * comm.size
+    mine = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+    results = {}
+    for op in ("sum", "mean", "premul_mean", "max", "min"):
+        for dtype, wide in ((torch.float32, None), (torch.bfloat16, torch.float32)):
+            if wide is not None and op in ("max", "min"):
+                continue
+            plain, apart = (comm.empty(numel, dtype).copy_(mine) for _ in range(2))
+            row = apart.view(comm.size, -1)[comm.rank]
+            own = [row[:5].clone(), row[5:5], row[5:20], row[20:].clone()]
+            row[:5], row[20:] = torch.nan, torch.nan
+            expected, out = (torch.empty(30, dtype=wide or dtype) for _ in range(2))
+            comm.reduce_scatter(expected, plain, op=op, sum_dtype=wide)
+            comm.reduce_scatter(out, apart, op=op, sum_dtype=wide, own=own)
+            assert torch.equal(out, expected), (op, dtype)
+            results[f"{op} {dtype}"] = out
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_own_contributions_may_lie_apart(size: int) -> None:
+    """On every transport the same bits, wherever they are read."""
+    apart = run_threads(scatter_own, size)
+    together = run_threads(scatter_own, size, shares_memory=True)
+    recorded = run_threads(lambda comm: scatter_own(Recorded(comm)), size, shares_memory=True)
+    for one, other, third in zip(apart, together, recorded, strict=True):
+        assert len(one) == 8
+        for name, values in one.items():
+            assert torch.equal(values, other[name])
+            assert torch.equal(values, third[name])
+
+
+def test_what_wraps_a_comm_reads_in_place_as_it_does() -> None:
+    (comm,) = ThreadComm.group(1, shares_memory=True)
+    assert all(c.reads_own for c in (comm, Recorded(comm), Checked(comm)))
+    assert not HostStaged(comm, torch.device("cpu")).reads_own
+    assert not Quantized(comm).reads_own
+    assert not ThreadComm.group(1)[0].reads_own

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from shard_comm import Comm, GroupComm, SharedMemoryComm, comm_for
-from shard_comm import _pick as pick
 from shard_comm import _shared_file as shared_file
 from shard_testing import run_ranks
 
@@ -148,11 +147,11 @@ def run_on(rank: int, comm: Comm, patch: Any, call: Callable[[], None]) -> None:
 def check_two_hosts(comm: Comm) -> None:
     """Nothing is wrong, so nothing is said; asked for by name, it is an error on all ranks."""
     name = f"host {comm.rank}"
-    with logged() as records, mock.patch.object(pick, "host_name", return_value=name):
+    with logged() as records, mock.patch.dict(os.environ, SHARD_HOST=name):
         assert isinstance(picked_anew(comm), GroupComm)
     assert records == []
     with (
-        mock.patch("shard_comm._shared_memory.host_name", return_value=name),
+        mock.patch.dict(os.environ, SHARD_HOST=name),
         pytest.raises(RuntimeError, match="the 2 ranks are on 2 hosts"),
     ):
         SharedMemoryComm.join(comm)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shard_comm import Comm, SharedMemoryComm, SoloComm
 from shard_comm._board import SLOTS
@@ -145,6 +146,43 @@ def check_block_in_flight_is_not_taken(comm: SharedMemoryComm) -> None:
     assert taken_bytes(comm) == before + 4 * MIB  # of the other one
     sums = out.view(comm.size, MIB).sum(1).tolist()
     assert sums == [(rank + 1) * MIB for rank in range(comm.size)]
+
+
+def check_given_input_is_waited_for_by_nobody(comm: SharedMemoryComm) -> None:
+    """Rank 0 is done with an input that the others read only later, and find as it was."""
+    comm.barrier()
+    before = taken_bytes(comm)
+    numel = 1000 * comm.size
+    inp = comm.empty(numel, torch.float32).fill_(comm.rank + 1)
+    own, out = [torch.full((1000,), comm.rank + 1.0)], torch.empty(1000)
+    work = comm.reduce_scatter(out, inp, own=own, op="mean", async_op=True)
+    del inp
+    if comm.rank == 0:
+        work.wait()
+        comm.empty(numel, torch.float32).fill_(-1)
+        dist.barrier()  # nothing of the comm is done in there
+    else:
+        dist.barrier()
+        work.wait()
+    assert out.tolist() == [(comm.size + 1) / 2] * 1000
+    del work
+    comm.barrier()
+    comm.trim()
+    assert taken_bytes(comm) == before
+
+
+def check_own_contributions(comm: SharedMemoryComm) -> None:
+    """In memory of the comm and elsewhere, in one piece and in chunks, own parts are read apart."""
+    for where in ("comm", "elsewhere", "mixed"):
+        plain = inputs(comm, LARGE * comm.size, where=where)
+        apart = inputs(comm, LARGE * comm.size, where=where)
+        row = apart.view(comm.size, LARGE)[comm.rank]
+        own = list(row.clone().split([10, LARGE - 10]))
+        row.fill_(torch.nan)
+        expected, out = torch.empty(LARGE), torch.empty(LARGE)
+        comm.reduce_scatter(expected, plain, op="mean")
+        comm.reduce_scatter(out, apart, op="mean", own=own)
+        assert torch.equal(out, expected), where
 
 
 def check_many_under_way(comm: Comm) -> None:
@@ -485,6 +523,8 @@ CHECKS = [
     check_block_in_flight_is_not_taken,
     check_many_under_way,
     check_uneven_progress,
+    check_given_input_is_waited_for_by_nobody,
+    check_own_contributions,
     check_mismatch,
     check_names,
     check_closing,

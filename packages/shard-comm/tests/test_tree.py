@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shard_comm import tree_sum
-from shard_comm._tree import tree_fold, tree_sum_rows, tree_sum_wide
+from shard_comm._tree import block_numel, sum_parts, tree_fold, tree_sum_rows, tree_sum_wide
 
 
 def test_worked_example() -> None:
@@ -96,3 +96,31 @@ def test_wide_sums_of_many_elements() -> None:
     total = torch.empty(100_000)
     tree_sum_wide(list(rows), total)
     assert torch.equal(total, rows.float().sum(0))
+
+
+def test_worked_example_of_parts() -> None:
+    out = torch.empty(3)
+    rows = [torch.tensor([1.0, 2, 3]), torch.full((3,), torch.nan)]
+    own = [torch.tensor([10.0]), torch.tensor([20.0, 30.0])]
+    sum_parts(rows, out, mine=1, own=own, divisor=2)
+    assert out.tolist() == [5.5, 11.0, 16.5]
+    sum_parts([row[1:] for row in rows], out[1:], mine=1, own=own, skip=1)
+    assert out.tolist() == [5.5, 22.0, 33.0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_parts_are_added_in_the_same_tree(count: int, narrow: bool) -> None:
+    """Also where a block of additions, or a part, ends in the middle of the other."""
+    numel = block_numel(count) + 1000
+    rows = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+    rows = [row.bfloat16() for row in rows] if narrow else rows
+    expected = tree_sum([row.float() for row in rows]).div_(3)
+    for mine in range(count):
+        given = [
+            torch.full_like(row, torch.nan) if i == mine else row for i, row in enumerate(rows)
+        ]
+        out = torch.empty(numel)
+        own = [*rows[mine].split([7, 0, numel - 500, 493])]
+        sum_parts(given, out, mine=mine, own=own, divisor=3)
+        assert torch.equal(out, expected)

@@ -70,8 +70,9 @@ def _different_units(comm: Comm) -> None:
 
 def _different_losses(comm: Comm) -> None:
     assert _run_different_losses(comm) == (
-        "ranks call different collectives: rank 0 calls reduce_scatter sum of 8 float32 for "
-        "layers.0.weight, rank 1 calls reduce_scatter sum of 8 float32 for layers.1.weight"
+        "ranks call different collectives: rank 0 calls reduce_scatter sum of 8 float32 (mean) for "
+        "layers.0.weight, rank 1 calls reduce_scatter sum of 8 float32 (mean) for "
+        "layers.1.weight"
     )
 
 
@@ -83,6 +84,9 @@ def _where_names_do_not_travel(comm: Comm) -> None:
         "rank 1: gather layers.1.weight"
     ) in _run_different_units(gloo)
     assert "rank 0: reduce layers.0.weight, rank 1: reduce layers.1" in _run_different_losses(gloo)
+    model = _either(gloo)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"gather layers\.0\.weight, rank 1: "):
+        model(torch.ones(1), comm.rank)
 
 
 def test_ranks_that_differ_over_gloo() -> None:
@@ -181,6 +185,59 @@ def _changed_after_unshard(comm: Comm) -> None:
     assert model(torch.ones(1)).item() == 4
 
 
+class _Exits(nn.Module):
+    """Three layers, each of whose outputs is one of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Scale(), _Scale(), _Scale()])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        outs = []
+        for layer in self.layers:
+            x = layer(x)
+            outs.append(x)
+        return outs
+
+
+def _exits(comm: Comm) -> None:
+    """A loss on an inner unit's output reaches that unit before the model, on each rank another."""
+    model: Any = _Exits()
+    for layer in model.layers:
+        fully_shard(layer, mesh=comm, reshard_after_forward=True)
+    fully_shard(model, mesh=comm)
+    model.set_reduce_scatter_unused_params(True)
+    model(torch.ones(1))[comm.rank].sum().backward()
+    # rank 0: w0 = 2, so 1 for w0; rank 1: w0 * w1, so 2 for each; weights are all 2
+    grads = [layer.weight.grad.full_tensor().item() for layer in model.layers]
+    assert grads == [1.5, 1, 0]
+
+
+class _Residual(nn.Module):
+    """Passes its input on, and adds a layer's output as a constant unless told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _Scale()
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return x + (out if which else out.detach())
+
+
+def _no_parameter(comm: Comm) -> None:
+    """Rank 0's backward comes by the units and reaches no parameter of theirs."""
+    model: Any = _Residual()
+    fully_shard(model.layer, mesh=comm)
+    fully_shard(model, mesh=comm)
+    model.set_reduce_scatter_unused_params(True)
+    x = torch.ones(1, requires_grad=True)
+    model(x, comm.rank).sum().backward()
+    assert model.layer.weight.grad.full_tensor().item() == 0.5
+    assert x.grad is not None
+    assert x.grad.item() == 1 + 2 * comm.rank
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -195,3 +252,10 @@ def _changed_after_unshard(comm: Comm) -> None:
 )
 def test_ranks_that_differ(check: Callable[[Comm], None]) -> None:
     run_threads(check, 2)
+
+
+@pytest.mark.parametrize("check", [_exits, _no_parameter])
+def test_ranks_whose_losses_need_different_units(
+    check: Callable[[Comm], None], shares_memory: bool
+) -> None:
+    run_threads(check, 2, shares_memory=shares_memory)

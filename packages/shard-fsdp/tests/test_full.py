@@ -56,6 +56,24 @@ def test_nobody_sees_a_torn_parameter(dtype: torch.dtype | None, train: bool) ->
     run_threads(_write_while_others_read, 2, written, dtype, train, shares_memory=True)
 
 
+def _written_unseen(comm: Comm, dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model: Any = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=comm, mp_policy=policy, reshard_after_forward=False)
+    for value in (1.0, 2.0):
+        model.weight.to_local().detach().numpy().fill(value)
+        model.reshard()
+        assert model(torch.ones(4)).tolist() == [4 * value] * 4
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_reshard_takes_in_what_was_written_unseen(
+    world_size: int, dtype: torch.dtype | None, shares_memory: bool
+) -> None:
+    run_threads(_written_unseen, world_size, dtype, shares_memory=shares_memory)
+
+
 def _where_shards_lie(comm: Comm) -> None:
     model: Any = nn.Linear(8, 8, bias=False)
     before = torch.arange(64.0).view(8, 8)

@@ -75,13 +75,17 @@ def test_adds_up_and_hands_out_means(world_size: int) -> None:
 def _buffer_is_freed(comm: Comm) -> None:
     reducer = _make(comm, UnitSettings())
     reducer.receive(0, torch.ones(3))
-    assert reducer._buffer is not None
+    data = reducer._buffer._data
+    assert data is not None
     reducer.launch()
+    assert reducer._buffer._data is None
+    assert reducer._flight is not None
+    assert reducer._flight.buffer is data
     reducer.finish()
-    assert reducer._buffer is None
+    assert reducer._flight is None
     reducer.receive(0, torch.ones(3))
     reducer.discard()
-    assert reducer._buffer is None
+    assert reducer._buffer._data is None
     assert reducer.arrived == [False, False]
 
 
@@ -175,3 +179,102 @@ def _narrow_then_unsynchronised(comm: Comm) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_travel_narrow_and_are_added_wide(check: Any, world_size: int) -> None:
     run_threads(check, world_size)
+
+
+def _kept(comm: Comm) -> None:
+    """Rank 0 owns all of ``b``, rank 1 all of ``a``: neither copies that one."""
+    reducer = _make(comm, UnitSettings())
+    mine = 1 - comm.rank
+    for _ in range(2):  # the second time in the memory of the first
+        grads = [torch.full((3,), 1.0 + comm.rank), torch.full((2, 2), 10.0 + comm.rank)]
+        for index, grad in enumerate(grads):
+            reducer.receive(index, grad)
+        assert reducer._buffer._kept == {mine: grads[mine]}
+        assert reducer._buffer._slots[1 - mine].tolist() == grads[1 - mine].tolist()
+        reducer.launch()
+        assert reducer._buffer._kept == {}
+        reducer.finish()
+    assert _full_grads(reducer) == [[3.0] * 3, [21.0] * 4]
+
+
+def _kept_and_more(comm: Comm) -> None:
+    """More for the same parameter leaves alone what others may hold."""
+    reducer = _make(comm, UnitSettings())
+    grads = [torch.ones(3), torch.ones(2, 2)]
+    for index in (0, 1, 0, 1):
+        reducer.receive(index, grads[index])
+    assert [grad.sum().item() for grad in grads] == [3.0, 4.0]
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer) == [[2.0] * 3, [2.0] * 4]
+
+
+def _kept_across_microbatches(comm: Comm) -> None:
+    """Kept, then left unsynchronised, then added to, in the order of microbatches."""
+    settings = UnitSettings()
+    reducer = _make(comm, settings)
+    mine, shapes = 1 - comm.rank, [(3,), (2, 2)]
+    reducer.receive(mine, torch.full(shapes[mine], 1e8))
+    assert list(reducer._buffer._kept) == [mine]
+    reducer.accumulate()
+    assert reducer._buffer._kept == {}
+    for index, shape in enumerate(shapes):
+        reducer.receive(index, torch.full(shape, -1e8 if index == mine else 2.0))
+        reducer.receive(index, torch.full(shape, 2.0))
+    assert reducer._buffer._kept == {}
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer) == [[3.0] * 3, [3.0] * 4]  # (2 + 4) / 2
+
+
+def _kept_and_forgotten(comm: Comm) -> None:
+    reducer = _make(comm, UnitSettings())
+    mine = 1 - comm.rank
+    reducer.receive(mine, torch.ones([(3,), (2, 2)][mine]))
+    assert list(reducer._buffer._kept) == [mine]
+    reducer.discard()
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer) == [None, None]
+
+
+def _strided_is_copied(comm: Comm) -> None:
+    reducer = _make(comm, UnitSettings())
+    reducer.receive(0, torch.ones(3))
+    reducer.receive(1, torch.tensor([[1.0, 3.0], [2.0, 4.0]]).t())
+    assert list(reducer._buffer._kept) == [0][: comm.rank]
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer)[1] == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _kept,
+        _kept_and_more,
+        _kept_across_microbatches,
+        _kept_and_forgotten,
+        _strided_is_copied,
+        _half,
+    ],
+)
+def test_own_gradients_stay_where_they_are(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shard_fsdp._grad_buffer._KEPT_BYTES", 0)
+    run_threads(check, 2, shares_memory=True)
+
+
+def _copied(comm: Comm) -> None:
+    reducer = _make(comm, UnitSettings())
+    reducer.receive(0, torch.ones(3))
+    reducer.receive(1, torch.ones(2, 2))
+    assert reducer._buffer._kept == {}
+    reducer.discard()
+
+
+def test_small_gradients_are_copied_and_so_are_all_where_nothing_is_read_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_threads(_copied, 2, shares_memory=True)
+    monkeypatch.setattr("shard_fsdp._grad_buffer._KEPT_BYTES", 0)
+    run_threads(_copied, 2)

@@ -115,6 +115,35 @@ def test_a_loss_that_is_hidden_raises() -> None:
     run_threads(_train_out_of_sight, 2)
 
 
+class _Multiplier(nn.Module):
+    """Hides a product, whose backward reads the weight."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0, 3.0]), requires_grad=not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _hidden[id(self)] = x * self.weight
+        return x * self.weight
+
+
+def _read_out_of_sight(comm: Comm) -> None:
+    """The full weight is gone by then; nothing reads where it was, though no gradient tells."""
+    for frozen in (False, True):
+        model: Any = fully_shard(_Multiplier(frozen=frozen), mesh=comm, reshard_after_forward=True)
+        x = torch.ones(2, requires_grad=True)
+        model(x)
+        with pytest.raises(RuntimeError, match=r"\[2\]\] is at version 1; expected version 0"):
+            _hidden.pop(id(model)).sum().backward()
+        model(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [2, 3]
+
+
+def test_a_hidden_loss_reads_no_freed_memory(shares_memory: bool) -> None:
+    run_threads(_read_out_of_sight, 2, shares_memory=shares_memory)
+
+
 class _View(nn.Module):
     """Returns a view of a tensor that it got from elsewhere than its arguments, times a weight."""
 

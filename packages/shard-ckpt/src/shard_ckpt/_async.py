@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shard_ckpt._agree import Outcome, attempt
 from shard_ckpt._commit import Prepared, commit, prepare
 from shard_ckpt._log import logger
+from shard_ckpt._naming import Rename
 from shard_ckpt._snapshot import Staging
 from shard_comm import Comm, GroupComm, SoloComm
 
@@ -109,6 +110,7 @@ class Saver:
         state: Mapping[str, Any],
         path: str | os.PathLike[str],
         *,
+        rename: Rename | None = None,
         timeout_s: float | None = None,
         after: Callable[[], None] | None = None,
     ) -> SaveHandle:
@@ -117,6 +119,7 @@ class Saver:
         Args:
             state: as for ``save``.
             path: the folder to make.
+            rename: as for ``save``.
             timeout_s: as for ``save``.
             after: called in the background once the checkpoint is published.
 
@@ -125,7 +128,7 @@ class Saver:
         started = time.monotonic()
         unseen = None if self._last is None else self._last._unseen_error()
         waited_s = time.monotonic() - started
-        prepared = attempt(lambda: self._copy(state, unseen))
+        prepared = attempt(lambda: self._copy(state, rename, unseen))
         handle = SaveHandle(os.fspath(path))
         self._last = handle
         job = (handle, prepared, os.fspath(path), timeout_s, after)
@@ -147,10 +150,13 @@ class Saver:
         if self._last is not None:
             self._last.wait()
 
-    def _copy(self, state: Mapping[str, Any], unseen: BaseException | None) -> Prepared:
+    def _copy(
+        self, state: Mapping[str, Any], rename: Rename | None, unseen: BaseException | None
+    ) -> Prepared:
         if unseen is not None:
             raise unseen
-        return self._staging.copy(prepare(state, comm=self._comm), comm=self._comm)
+        prepared = prepare(state, comm=self._comm, rename=rename)
+        return self._staging.copy(prepared, comm=self._comm)
 
     def _work(self, handle: SaveHandle, *job: Any) -> None:
         handle._end(self._error_of(*job))
@@ -186,6 +192,7 @@ def save_async(
     path: str | os.PathLike[str],
     *,
     comm: Comm,
+    rename: Rename | None = None,
     timeout_s: float | None = None,
 ) -> SaveHandle:
     """Save a state as it is now, while the caller goes on.
@@ -205,6 +212,7 @@ def save_async(
         path: the folder to make, as for ``save``.
         comm: the ranks that hold the state. The first call splits it, once, so that exchanges in
             the background have a comm of their own.
+        rename: as for ``save``.
         timeout_s: how long a rank waits for the slowest one, at each of three exchanges.
 
     Returns:
@@ -221,7 +229,7 @@ def save_async(
     **Memory**: a host copy of what this rank writes: its own pieces, and its part of tensors that
     all ranks have. It lives as long as ``comm``.
     """
-    return _saver_of(comm).start(state, path, timeout_s=timeout_s)
+    return _saver_of(comm).start(state, path, rename=rename, timeout_s=timeout_s)
 
 
 def _saver_of(comm: Comm) -> Saver:

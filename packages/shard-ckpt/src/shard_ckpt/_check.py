@@ -62,10 +62,9 @@ class Source:
         result: dict[int, list[tuple[TensorRecord, Entry]]] = {}
         for record in self.index.tensors.values():
             for part in record.ranges:
-                key = entry_key(record.name, record.numel, start=part.start, stop=part.stop)
-                shape = entry_shape(record.shape, start=part.start, stop=part.stop)
-                nbytes = (part.stop - part.start) * record.itemsize
-                shape = header_shape(record.dtype, shape)
+                key = entry_key(record.name, record.shape, part.runs)
+                shape = header_shape(record.dtype, entry_shape(record.shape, part.runs))
+                nbytes = part.numel * record.itemsize
                 entry = Entry(key, record.dtype, shape, part.offset, nbytes)
                 result.setdefault(part.file, []).append((record, entry))
         return result
@@ -142,7 +141,7 @@ def check_blocks(source: Source, blocks: Mapping[int, Sequence[int]]) -> None:
                 check_header(source, file, fd=fd)
 
 
-def open_source(path: str | os.PathLike[str]) -> Source:
+def open_source(path: str | os.PathLike[str] | RemotePath) -> Source:
     """Read marker and index of a checkpoint, wherever it lies. Local.
 
     Raises:

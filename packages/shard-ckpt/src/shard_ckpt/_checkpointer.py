@@ -15,10 +15,10 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._load import load
 from shard_ckpt._log import logger
 from shard_ckpt._marker import read_marker
+from shard_ckpt._naming import Rename
 from shard_ckpt._places import Place, names_in, place_of
 from shard_ckpt._remote import RemotePath
 from shard_ckpt._remote_draft import discard_remote
-from shard_ckpt._rename import Rename
 from shard_ckpt._save import save
 from shard_comm import Comm
 
@@ -88,10 +88,15 @@ class Checkpointer:
         self._place(step)
         return self._every is None or step % self._every == 0
 
-    def save(self, step: int, state: Mapping[str, Any]) -> bool:
+    def save(self, step: int, state: Mapping[str, Any], *, rename: Rename | None = None) -> bool:
         """Save a step if it is due, then remove what is over ``keep``; see ``save``.
 
         A removal that fails is logged, as the new step is safe by then.
+
+        Args:
+            step: its number.
+            state: as for ``save``.
+            rename: as for ``save``.
 
         Returns:
             Whether the step was due. With ``async_`` it is being saved then.
@@ -110,11 +115,13 @@ class Checkpointer:
             self._saver.start(
                 state,
                 self.location(step),
+                rename=rename,
                 timeout_s=self._timeout_s,
                 after=lambda: self._retire(step),
             )
         else:
-            save(state, self.location(step), comm=self._comm, timeout_s=self._timeout_s)
+            where = self.location(step)
+            save(state, where, comm=self._comm, rename=rename, timeout_s=self._timeout_s)
             self._retire(step)
         return True
 
@@ -212,7 +219,7 @@ class Checkpointer:
             if step == saved:
                 continue
             try:
-                _discard(self._place(step))
+                remove_checkpoint(self._place(step))
             except OSError as exc:
                 logger.warning("%s: could not be removed (%s)", self.location(step), exc)
 
@@ -238,7 +245,12 @@ def why_not_committed(path: Place) -> str | None:
     return None
 
 
-def _discard(place: Place) -> None:
+def remove_checkpoint(place: Place) -> None:
+    """Take a checkpoint back: first the marker, then the data. Local.
+
+    Raises:
+        OSError: the marker could not be removed.
+    """
     if isinstance(place, RemotePath):
         discard_remote(place)
     else:

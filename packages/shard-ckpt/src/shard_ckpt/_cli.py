@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -105,12 +104,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "reindex",
         "make a lost index.json again from the files",
         lambda o: commands.rebuild(o.path, commit=o.commit),
-    ).path("path").flag("--commit", "write the marker too, if it is lost as well")
+    ).place("path").flag("--commit", "write the marker too, if it is lost as well")
     add(
         "prune",
         "remove all but the newest steps of a folder",
         lambda o: commands.prune(o.dir, keep=o.keep, dry_run=o.dry_run),
-    ).path("dir").option("--keep", "N", "how many to keep", type=int, required=True).flag(
+    ).place("dir").option("--keep", "N", "how many to keep", type=int, required=True).flag(
         "--dry-run", "only say what would be removed"
     )
     return parser
@@ -122,12 +121,8 @@ class _Arguments:
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self._parser = parser
 
-    def path(self, name: str, text: str | None = None) -> _Arguments:
-        self._parser.add_argument(name, type=Path, metavar=name.upper(), help=text)
-        return self
-
-    def place(self, name: str) -> _Arguments:
-        self._parser.add_argument(name, metavar=name.upper(), help="a path or URL")
+    def place(self, name: str, text: str = "a path or URL") -> _Arguments:
+        self._parser.add_argument(name, metavar=name.upper(), help=text)
         return self
 
     def flag(self, name: str, text: str) -> _Arguments:
@@ -140,7 +135,7 @@ class _Arguments:
 
 
 def _add_export(arguments: _Arguments) -> None:
-    arguments.place("ckpt").path("out", "a folder without safetensors files")
+    arguments.place("ckpt").place("out", "a folder without safetensors files, or its URL")
     arguments.option("--max-shard-size", "SIZE", "bytes per file (default: 5GB)", default="5GB")
     arguments.option("--section", "NAME", "which section (default: model)", default="model")
     arguments.option("--cast", "DTYPE", "convert floating-point tensors, to bf16 say", type=_dtype)
@@ -160,7 +155,7 @@ def _add_export(arguments: _Arguments) -> None:
 
 
 def _add_convert(arguments: _Arguments) -> None:
-    arguments.place("source").path("path", "the folder to make")
+    arguments.place("source").place("path", "the folder to make, or its URL")
     arguments.option(
         "--from",
         "FORMAT",

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from shard_ckpt._checkpointer import Checkpointer, why_not_committed
+from shard_ckpt._checkpointer import Checkpointer, remove_checkpoint, why_not_committed
 from shard_ckpt._convert import convert
 from shard_ckpt._diff import diff
-from shard_ckpt._draft import discard, is_draft, sweep
+from shard_ckpt._draft import is_draft, sweep
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_export import export_hf
 from shard_ckpt._inspect import inspect, verify
 from shard_ckpt._marker import MARKER_NAME, read_marker
 from shard_ckpt._places import names_in, place_of
 from shard_ckpt._reindex import reindex
+from shard_ckpt._remote import RemotePath
 from shard_ckpt._screen import format_bytes, format_table
 from shard_ckpt._values import encode
 from shard_comm import SoloComm
@@ -79,7 +79,7 @@ def show(path: str) -> Reply:
             "dtype": record.dtype,
             "shape": record.shape,
             "bytes": record.numel * record.itemsize,
-            "ranges": record.ranges,
+            "ranges": [part.row() for part in record.ranges],
             "tie": record.tie,
         }
         for record in info.tensors
@@ -127,35 +127,37 @@ def compare(a: str, b: str) -> Reply:
     return Reply({"differences": [asdict(item) for item in found]}, lines, FOUND if found else 0)
 
 
-def export(ckpt: str, out: Path, **options: Any) -> Reply:
+def export(ckpt: str, out: str, **options: Any) -> Reply:
     """Write Hugging Face files; options as for ``export_hf``."""
     made = export_hf(ckpt, out, comm=SoloComm(), **options)
-    return Reply({"files": made}, [str(out / name) for name in made])
+    return Reply({"files": made}, [str(place_of(out) / name) for name in made])
 
 
-def transform(source: str, path: Path, **options: Any) -> Reply:
+def transform(source: str, path: str, **options: Any) -> Reply:
     """Write a checkpoint of one format as another; options as for ``convert``."""
     convert(source, path, **options)
     return Reply({"path": str(path)}, [str(path)])
 
 
-def rebuild(path: Path, *, commit: bool) -> Reply:
+def rebuild(path: str, *, commit: bool) -> Reply:
     """Make a lost index again."""
     written = reindex(path, commit=commit)
     text = "index written" if written else "marker and index are intact, nothing to do"
     return Reply({"written": written}, [f"{path}: {text}"])
 
 
-def prune(path: Path, *, keep: int, dry_run: bool) -> Reply:
-    """Remove committed steps but the newest, and what dead saves left."""
+def prune(path: str, *, keep: int, dry_run: bool) -> Reply:
+    """Remove committed steps but the newest, and what dead saves left where locks tell them."""
     if keep < 1:
         raise ValueError(f"--keep: expected at least 1, got {keep}")
     steps = Checkpointer(path, comm=SoloComm())
-    doomed = [Path(steps.location(step)) for step in steps.steps()[:-keep]]
+    place = place_of(path)
+    doomed = [place_of(steps.location(step)) for step in steps.steps()[:-keep]]
     if not dry_run:
-        sweep(path)
+        if not isinstance(place, RemotePath):
+            sweep(place)
         for folder in doomed:
-            discard(folder)
+            remove_checkpoint(folder)
     verb = "would remove" if dry_run else "removed"
     names = [folder.name for folder in doomed]
     return Reply({"removed": names, "dry_run": dry_run}, [f"{verb} {name}" for name in names])

@@ -10,22 +10,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from shard_ckpt import _posix
 from shard_ckpt._agree import Outcome, agree, attempt
 from shard_ckpt._behind import Behind
 from shard_ckpt._blocks import FileRecord
 from shard_ckpt._collector import collector_paused
-from shard_ckpt._draft import Draft, draft_path, sweep
+from shard_ckpt._draft import Draft, draft_path
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import encode_extras, write_extras
 from shard_ckpt._files import Origin, lay_out, write_section
 from shard_ckpt._index import Index, Range, TensorRecord, check_coverage, link_ties
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._log import logger
-from shard_ckpt._places import Place, place_of, size_of
+from shard_ckpt._naming import Naming, Rename
+from shard_ckpt._places import Place, place_of, size_of, sync_folder
 from shard_ckpt._plan import Holdings, digest_of, group_leaves, plan_entries, shares_of
 from shard_ckpt._remote import RemotePath
-from shard_ckpt._remote_draft import RemoteDraft
-from shard_ckpt._state import Leaf, flatten
+from shard_ckpt._remote_draft import RemoteDraft, draft_for
+from shard_ckpt._state import flatten
+from shard_ckpt._ties import declare_ties
 from shard_comm import Comm
 
 
@@ -91,14 +93,17 @@ class Manifest:
 
 
 @collector_paused()
-def prepare(state: Mapping[str, Any], *, comm: Comm) -> Prepared:
+def prepare(state: Mapping[str, Any], *, comm: Comm, rename: Rename | None = None) -> Prepared:
     """Take a state apart and check all that one rank can check. Local.
 
     Raises:
-        ValueError: two tensors share a name, a name cannot be used, or pieces are missing.
+        ValueError: two tensors share a name, a name cannot be used, pieces are missing, or tensors
+            that are declared to be one are not.
         TypeError: something that cannot be stored.
     """
-    flat = flatten(state)
+    flat = flatten(state, rename=rename)
+    if isinstance(rename, Naming):
+        flat = declare_ties(flat, rename.ties)
     for leaf in flat.leaves:
         if leaf.shards is not None and leaf.shards > comm.size:
             raise ValueError(
@@ -151,12 +156,10 @@ def _open_draft(
 ) -> _Opened:
     if comm.rank != 0:
         return _Opened(prepared, None, "")
-    target = place_of(path)
     save_id = uuid.uuid4().hex
-    if isinstance(target, RemotePath):
-        return _Opened(prepared, stack.enter_context(RemoteDraft(target, save_id)), save_id)
-    sweep(target.parent)
-    return _Opened(prepared, stack.enter_context(Draft(target, save_id)), save_id)
+    draft = draft_for(place_of(path), save_id)
+    stack.enter_context(draft)
+    return _Opened(prepared, draft, save_id)
 
 
 @collector_paused()
@@ -215,7 +218,7 @@ def _write_own(
     if mine.extras is not None:
         files.append(write_extras(folder, mine.extras, origin=origin))
     if files:
-        _sync(folder)
+        sync_folder(folder)
     return Manifest(tuple(files), tuple(ranges))
 
 
@@ -223,11 +226,6 @@ def _folder_of(path: str | os.PathLike[str], save_id: str) -> Place:
     """Return where the ranks write."""
     target = place_of(path)
     return target / save_id if isinstance(target, RemotePath) else draft_path(target, save_id)
-
-
-def _sync(folder: Place) -> None:
-    if not isinstance(folder, RemotePath):
-        _posix.sync_folder(folder)
 
 
 def _publish(mine: _Opened, manifests: Sequence[Manifest]) -> int:

@@ -17,6 +17,8 @@ from shard_ckpt._index import INDEX_NAME
 from shard_ckpt._lazy import LazyTensors, save_lazy
 from shard_ckpt._marker import MARKER_NAME
 from shard_ckpt._own_read import read_hf, read_own
+from shard_ckpt._places import Place, names_in, place_of
+from shard_ckpt._remote import RemotePath
 from shard_ckpt._torch_file import as_sections, load_torch
 
 
@@ -43,8 +45,8 @@ def convert(
     and objects of other classes are an error that says where they stand, unless skipped.
 
     Args:
-        source: a folder or file; a checkpoint's may be a URL.
-        path: the folder to make; it must not exist.
+        source: a folder or file; of a checkpoint or Hugging Face files also a URL.
+        path: the folder to make, or its URL; it must not exist.
         source_format: one of the above, or ``auto`` to tell by the files' names.
         target_format: ``shard`` or ``dcp``; for Hugging Face files there is ``export_hf``.
         sections: new names for sections, the keys at the top of what the source holds.
@@ -61,24 +63,26 @@ def convert(
     **Collective**: local; one process.
     **Memory**: one tensor at a time, twice where a tensor is stored in chunks.
     """
-    where = str(source) if "://" in str(source) else Path(source)
+    where, target = place_of(source), place_of(path)
     if source_format == "auto":
-        source_format = "shard" if isinstance(where, str) else detect(where)
+        source_format = detect(where)
     if source_format not in _READERS:
         raise ValueError(
             f"source_format: expected one of {sorted(_READERS)}, got {source_format!r}"
         )
     if target_format not in ("shard", "dcp"):
         raise ValueError(f"target_format: expected 'shard' or 'dcp', got {target_format!r}")
+    if isinstance(where, RemotePath) and source_format not in ("shard", "hf"):
+        raise ValueError(f"{where}: {source_format} is read from folders only; copy it to one")
     lazy = LazyTensors()
     state = _renamed(_READERS[source_format](where, lazy), sections or {}, skip)
     if target_format == "dcp":
-        write_dcp(state, Path(path), lazy=lazy)
+        write_dcp(state, target, lazy=lazy)
     else:
-        save_lazy(state, Path(path), lazy=lazy)
+        save_lazy(state, target, lazy=lazy)
 
 
-def detect(path: Path) -> str:
+def detect(path: Place) -> str:
     """Return the format of a file or folder, by the names of files. Local.
 
     Raises:
@@ -87,16 +91,16 @@ def detect(path: Path) -> str:
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
-    if path.is_file():
+    if not path.is_dir():
         return "hf" if path.name.endswith(SUFFIX) else "torch"
-    names = set(os.listdir(path))
+    names = set(names_in(path))
     if MARKER_NAME in names or INDEX_NAME in names:
         return "shard"
     if DCP_METADATA in names:
         return "dcp"
     if any(name.endswith(SUFFIX) for name in names):
         return "hf"
-    if looks_like_zero(path):
+    if isinstance(path, Path) and looks_like_zero(path):
         return "deepspeed"
     raise CheckpointError(
         f"{path}: not a checkpoint of a known format; name it if it is one of "

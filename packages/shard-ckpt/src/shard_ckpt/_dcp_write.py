@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from shard_ckpt import _posix
 from shard_ckpt._draft import Draft, sweep
 from shard_ckpt._lazy import LazyTensors
+from shard_ckpt._places import Place
 from shard_ckpt._progress import Progress
+from shard_ckpt._remote import RemotePath
 
 
 class _LazyPlanner(DefaultSavePlanner):
@@ -38,8 +40,8 @@ class _LazyPlanner(DefaultSavePlanner):
         return tensor
 
 
-def write_dcp(state: Mapping[str, Any], path: Path, *, lazy: LazyTensors) -> None:
-    """Write a state with stand-ins; the folder gets its name last. Local.
+def write_dcp(state: Mapping[str, Any], path: Place, *, lazy: LazyTensors) -> None:
+    """Write a state with stand-ins; the folder gets its name last, a store ``.metadata``. Local.
 
     Raises:
         FileExistsError: ``path`` exists.
@@ -47,19 +49,38 @@ def write_dcp(state: Mapping[str, Any], path: Path, *, lazy: LazyTensors) -> Non
 
     **Memory**: one tensor at a time.
     """
-    total = sum(tensor.nbytes for tensor in _tensors(state))
-    planner = _LazyPlanner(lazy, Progress(total))
+    if isinstance(path, RemotePath):
+        _upload(state, path, lazy)
+        return
     sweep(path.parent)
     with Draft(path, uuid.uuid4().hex) as draft:
         writer = FileSystemWriter(draft.path, single_file_per_rank=True, sync_files=True)
-        with warnings.catch_warnings():  # one process is what is meant here
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            save_dcp(dict(state), storage_writer=writer, planner=planner, no_dist=True)
+        _write(state, writer, lazy)
         _posix.sync_folder(draft.path)
         if os.path.lexists(path):
             raise FileExistsError(f"{path}: made by somebody else in the meantime")
         _posix.rename(draft.path, path)
         _posix.sync_folder(path.parent)
+
+
+def _upload(state: Mapping[str, Any], path: RemotePath, lazy: LazyTensors) -> None:
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter  # imports fsspec
+
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, "never replaced; choose another path", str(path))
+    try:
+        _write(state, FsspecWriter(str(path), sync_files=False, overwrite=False), lazy)
+    except BaseException:
+        if path.exists():
+            path.remove()
+        raise
+
+
+def _write(state: Mapping[str, Any], writer: FileSystemWriter, lazy: LazyTensors) -> None:
+    planner = _LazyPlanner(lazy, Progress(sum(tensor.nbytes for tensor in _tensors(state))))
+    with warnings.catch_warnings():  # one process is what is meant here
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        save_dcp(dict(state), storage_writer=writer, planner=planner, no_dist=True)
 
 
 def _tensors(node: Any) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from shard_ckpt._torch_file import Inert, load_torch
 
 _OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_ADVICE = "load it with DeepSpeed and store whole tensors with torch.save, which convert reads"
 _EXPERTS = re.compile(r"layer_\d+_expert_\d+_.*|expp_rank_\d+_.*")
 
 
@@ -66,7 +67,9 @@ def find_zero(path: Path) -> ZeroFiles:
     model_ranks: dict[int, Path] = {}
     for name in names:
         if _EXPERTS.fullmatch(name):
-            raise CheckpointError(f"{folder / name}: files of experts are not understood")
+            raise CheckpointError(
+                f"{folder / name}: files of experts are not understood; {_ADVICE}"
+            )
         for pattern, found in ((_OPTIM, optim_ranks), (_MODEL, model_ranks)):
             matched = pattern.fullmatch(name)
             if matched is None:
@@ -74,9 +77,13 @@ def find_zero(path: Path) -> ZeroFiles:
             if int(matched[2]) != 0:
                 raise CheckpointError(
                     f"{folder / name}: model-parallel rank {matched[2]}; only checkpoints without "
-                    f"model parallelism are understood"
+                    f"model parallelism are understood; {_ADVICE}"
                 )
             found[int(matched[1] or 0)] = folder / name
+    if not optim_ranks and (folder / "zero").is_dir():
+        raise CheckpointError(
+            f"{folder / 'zero'}: a universal checkpoint; convert the ZeRO one that it was made from"
+        )
     if not optim_ranks or not model_ranks:
         raise CheckpointError(f"{folder}: holds no *_optim_states.pt or no *_model_states.pt")
     optims = [_optimizer_of(path) for path in _in_order(folder, optim_ranks, "optim_states")]

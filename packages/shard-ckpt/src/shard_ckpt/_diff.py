@@ -10,14 +10,11 @@ from typing import Any
 import torch
 
 from shard_ckpt._check import Source, open_source
-from shard_ckpt._fill import fill
 from shard_ckpt._index import TensorRecord
 from shard_ckpt._inspect import inspect
-from shard_ckpt._match import Target
 from shard_ckpt._memory import bytes_of
-from shard_ckpt._own_read import stored_dtype
+from shard_ckpt._own_read import read_span
 from shard_ckpt._progress import Progress
-from shard_ckpt._state import Leaf
 from shard_ckpt._values import RankValues
 
 _WINDOW_BYTES = 4 << 20
@@ -86,7 +83,7 @@ def _tensor_differences(
     count, largest = 0, 0.0
     for start in range(0, one.numel, step):
         stop = min(one.numel, start + step)
-        mine, theirs = _read(left, one, start, stop), _read(right, other, start, stop)
+        mine, theirs = read_span(left, one, start, stop), read_span(right, other, start, stop)
         if bytes_of(mine) == bytes_of(theirs):
             continue
         raw = [part.view(torch.uint8).view(stop - start, one.itemsize) for part in (mine, theirs)]
@@ -98,13 +95,6 @@ def _tensor_differences(
         by = f", by {largest:.6g} at most" if largest else ""
         text = f"{count} of {one.numel} elements differ{by}"
         yield Difference(one.label, "elements", text)
-
-
-def _read(source: Source, record: TensorRecord, start: int, stop: int) -> torch.Tensor:
-    part = torch.empty(stop - start, dtype=stored_dtype(record))
-    leaf = Leaf(record.section, record.name, part, record.shape, start, stop, None, part)
-    fill(source, [Target(leaf, record)])
-    return part
 
 
 def _value_differences(

@@ -19,6 +19,7 @@ from shard_ckpt._json import canonical_json
 from shard_ckpt._memory import bytes_of, flat_range, joined_runs
 from shard_ckpt._places import Place
 from shard_ckpt._plan import Entry
+from shard_ckpt._runs import Runs
 from shard_ckpt._staging import Windows
 
 TENSOR_SUFFIX = ".safetensors"
@@ -57,18 +58,30 @@ class SectionFile:
     def ranges(self, file: int) -> Iterator[tuple[TensorId, Range]]:
         """Yield what the index should say of this file, which it lists as number ``file``."""
         for entry, offset in zip(self.entries, self.offsets, strict=True):
+            start, stop, times, stride = entry.runs
             for leaf in (entry.leaf, *entry.ties):
-                yield leaf.id, Range(entry.start, entry.stop, file, offset)
+                yield leaf.id, Range(start, stop, file, offset, times, stride)
 
 
-def entry_key(name: str, numel: int, *, start: int, stop: int) -> str:
-    """Return what a file calls elements ``[start, stop)`` of a tensor of ``numel``. Local."""
-    return name if (start, stop) == (0, numel) else f"{name}@{start}:{stop}"
+def entry_key(name: str, shape: tuple[int, ...], runs: Runs) -> str:
+    """Return what a file calls elements of a tensor of this shape. Local.
+
+    The whole tensor has its name, ``[4, 9)`` of it is ``name@4:9``, and three runs in ``[1, 13)``
+    that begin every 5 elements are ``name@1:13:3x5``.
+    """
+    if _is_whole(shape, runs):
+        return name
+    key = f"{name}@{runs.start}:{runs.stop}"
+    return key if runs.times == 1 else f"{key}:{runs.times}x{runs.stride}"
 
 
-def entry_shape(shape: tuple[int, ...], *, start: int, stop: int) -> tuple[int, ...]:
+def entry_shape(shape: tuple[int, ...], runs: Runs) -> tuple[int, ...]:
     """Return the torch shape of these elements in a file: natural if whole, else flat. Local."""
-    return shape if (start, stop) == (0, math.prod(shape)) else (stop - start,)
+    return shape if _is_whole(shape, runs) else (runs.numel,)
+
+
+def _is_whole(shape: tuple[int, ...], runs: Runs) -> bool:
+    return runs == (0, math.prod(shape), 1, 0)
 
 
 def lay_out(entries: Iterable[Entry], origin: Origin) -> list[SectionFile]:
@@ -151,7 +164,7 @@ def pieces_of(entries: Sequence[Entry]) -> Iterator[torch.Tensor]:
     **Memory**: views, but a copy of the tensor where it is not contiguous.
     """
     for entry in entries:
-        last = entry.at + entry.stop - entry.start
+        last = entry.at + entry.runs.numel
         yield flat_range(entry.leaf.tensor, start=entry.at, stop=last)
 
 
@@ -161,13 +174,13 @@ def _lay_out_section(section: str, entries: Sequence[Entry], origin: Origin) -> 
     at = 0
     for entry in entries:
         leaf = entry.leaf
-        key = entry_key(leaf.name, leaf.numel, start=entry.start, stop=entry.stop)
+        key = entry_key(leaf.name, leaf.shape, entry.runs)
         if key in table:
             raise ValueError(
                 f"{section}: {leaf.name} and {described[key]['fqn']} would both be called {key!r} "
                 f"in one file; rename one"
             )
-        shape = entry_shape(leaf.shape, start=entry.start, stop=entry.stop)
+        shape = entry_shape(leaf.shape, entry.runs)
         stop = at + entry.nbytes
         table[key] = HeaderEntry(key, leaf.dtype, header_shape(leaf.dtype, shape), at, stop)
         described[key] = _describe(entry)
@@ -180,12 +193,14 @@ def _lay_out_section(section: str, entries: Sequence[Entry], origin: Origin) -> 
 
 def _describe(entry: Entry) -> dict[str, Any]:
     leaf = entry.leaf
-    described = {
+    described: dict[str, Any] = {
         "fqn": leaf.name,
         "shape": list(leaf.shape),
-        "start": entry.start,
-        "stop": entry.stop,
+        "start": entry.runs.start,
+        "stop": entry.runs.stop,
     }
+    if entry.runs.times > 1:
+        described |= {"times": entry.runs.times, "stride": entry.runs.stride}
     if entry.ties:
         described["ties"] = [[tie.section, tie.name, list(tie.shape)] for tie in entry.ties]
     return described

@@ -167,9 +167,7 @@ def _parts(
     for copy in copies[bisect_right(copies, low, key=_stop_of) :]:
         if copy.offset >= high:
             return
-        first, last = max(copy.offset, low), min(copy.stop, high)
-        if first < last:
-            at = copy.at + (first - copy.offset) // copy.stored.itemsize * copy.dtype.itemsize
+        for first, last, at in copy.spans(low, high):
             part = piece[first - low : last - low]
             if copy.stored != copy.dtype:
                 part = part.view(copy.stored).to(copy.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Sequence
@@ -26,8 +27,11 @@ from shard_ckpt._hf_layout import (
     parse_size,
     weight_map,
 )
+from shard_ckpt._hf_stream import Uploads
 from shard_ckpt._log import logger
 from shard_ckpt._naming import Naming
+from shard_ckpt._places import Place, names_in, place_of
+from shard_ckpt._remote import RemotePath
 from shard_comm import Comm, comm_for
 
 _DRAFT_STEM = "export"
@@ -65,7 +69,8 @@ def export_hf(
 
     Args:
         ckpt: a folder that ``save`` made, or its URL.
-        path: the folder for the files. It may exist, but must hold no safetensors files.
+        path: the folder for the files, or its URL. It may exist, but must hold no safetensors
+            files. In object stores each file is written by one rank, so many go faster than one.
         max_shard_size: bytes of tensors per file, ``"5GB"`` or ``"5GiB"`` say. One file is
             ``model.safetensors``; several come with ``model.safetensors.index.json``.
         comm: the ranks that share the work; by default those of the process group.
@@ -91,7 +96,7 @@ def export_hf(
     are cast.
     """
     comm = comm_for(comm)
-    folder = Path(path)
+    folder = place_of(path)
     with ExitStack() as stack:
 
         def prepare() -> _Prepared:
@@ -111,6 +116,8 @@ def export_hf(
         )
         mine = prepared.value()
         check_same_save([save_id for save_id, _ in heard], f"{ckpt}", purpose="export")
+        if isinstance(folder, RemotePath):
+            return _upload(mine, folder, comm, timeout_s)
         place = draft_path(folder / _DRAFT_STEM, heard[0][1])
         written = attempt(lambda: copy_blocks(mine.source, mine.files, place, comm=comm))
         agree(comm, written, share=lambda _: None, timeout_s=timeout_s)
@@ -118,16 +125,34 @@ def export_hf(
         return agree(comm, published, share=lambda made: made, timeout_s=timeout_s)[0]
 
 
+def _upload(
+    mine: _Prepared, folder: RemotePath, comm: Comm, timeout_s: float | None
+) -> tuple[str, ...]:
+    """Write this rank's files, each from its beginning to its end; the index comes last."""
+    own = mine.files[comm.rank :: comm.size]
+    made, encoded = _index_of(mine.files)
+    with Uploads(folder) as uploads:
+
+        def publish() -> None:
+            if comm.rank == 0 and encoded is not None:
+                uploads.put(made[-1], encoded)
+
+        for work in (lambda: uploads.write(mine.source, own), publish):
+            agree(comm, attempt(work), share=lambda _: None, timeout_s=timeout_s)
+        uploads.keep()
+    return made
+
+
 def _prepare_files(
-    source: Source, files: Sequence[OutFile], folder: Path, stack: ExitStack
+    source: Source, files: Sequence[OutFile], folder: Place, stack: ExitStack
 ) -> _Prepared:
     if folder.is_dir():
-        sweep(folder)
-        for name in sorted(os.listdir(folder)):
+        if not isinstance(folder, RemotePath):
+            sweep(folder)
+        for name in names_in(folder):
             if name.endswith((SUFFIX, INDEX_SUFFIX)):
-                raise FileExistsError(
-                    f"{folder / name}: in the way; remove the model or choose another folder"
-                )
+                text = "in the way; remove the model or choose another folder"
+                raise FileExistsError(errno.EEXIST, text, str(folder / name))
     for owner, other in doubles([item for file in files for item in file.items]):
         logger.warning(
             "%s and %s are one tensor in the checkpoint and are both written; declare a tie to "
@@ -136,6 +161,8 @@ def _prepare_files(
             other,
         )
     export_id = uuid.uuid4().hex
+    if isinstance(folder, RemotePath):
+        return _Prepared(source, files, None, export_id)
     draft = stack.enter_context(Draft(folder / _DRAFT_STEM, export_id))
     for file in files:
         fd = _posix.create(draft.path / file.name)
@@ -148,26 +175,32 @@ def _prepare_files(
     return _Prepared(source, files, draft, export_id)
 
 
+def _index_of(files: Sequence[OutFile]) -> tuple[tuple[str, ...], bytes | None]:
+    """Return the names of an export's files, and what its index says where it needs one."""
+    made = tuple(file.name for file in files)
+    if len(made) == 1:
+        return made, None
+    items = [item for file in files for item in file.items]
+    encoded = encode_weight_map(
+        weight_map(files),
+        nbytes=sum(item.nbytes for item in items),
+        numel=sum(item.record.numel for item in items),
+    )
+    return (*made, f"{HF_STEM}{INDEX_SUFFIX}"), encoded
+
+
 def _publish(mine: _Prepared, folder: Path) -> tuple[str, ...]:
-    made = tuple(file.name for file in mine.files)
-    index_name = f"{HF_STEM}{INDEX_SUFFIX}"
-    if len(made) > 1:
-        made = (*made, index_name)
+    made, encoded = _index_of(mine.files)
     if mine.draft is None:
         return made
-    if len(mine.files) > 1:
-        items = [item for file in mine.files for item in file.items]
-        encoded = encode_weight_map(
-            weight_map(mine.files),
-            nbytes=sum(item.nbytes for item in items),
-            numel=sum(item.record.numel for item in items),
-        )
-        write_file(mine.draft.path / index_name, encoded)
+    if encoded is not None:
+        write_file(mine.draft.path / made[-1], encoded)
     placed: list[Path] = []
     try:
         for name in made:
             if os.path.lexists(folder / name):
-                raise FileExistsError(f"{folder / name}: made by somebody else in the meantime")
+                text = "made by somebody else in the meantime"
+                raise FileExistsError(errno.EEXIST, text, str(folder / name))
             _posix.rename(mine.draft.path / name, folder / name)
             placed.append(folder / name)
         _posix.sync_folder(folder)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from shard_ckpt._blocks import FileRecord
 from shard_ckpt._check import Source
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._index import Index, TensorId, TensorRecord
 from shard_ckpt._json import canonical_json, strict_loads
+from shard_ckpt._places import Place, names_in, place_of
+from shard_ckpt._remote import RemotePath
 from shard_ckpt._tensor_file import read_tensor_file, whole_records
 
 HF_SECTION = "model"
@@ -19,7 +20,7 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
 
-def open_hf(path: str | os.PathLike[str]) -> Source:
+def open_hf(path: str | os.PathLike[str] | RemotePath) -> Source:
     """Find the tensors of a safetensors file, or of a folder with one or with an index. Local.
 
     Reads the index and every file's header, and holds them against each other both ways.
@@ -31,12 +32,12 @@ def open_hf(path: str | os.PathLike[str]) -> Source:
         FileNotFoundError: there is no such file, or none in the folder.
         CheckpointError: a file is missing or damaged, the index is not valid, or they disagree.
     """
-    where = Path(path)
+    where = place_of(path)
     if not where.exists():
         raise FileNotFoundError(f"{where}: no such file or folder")
     if not where.is_dir():
         return _source(where.parent, [where.name], None)
-    names = sorted(os.listdir(where))
+    names = names_in(where)
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(SUFFIX)]
     if len(indices) == 1:
@@ -65,7 +66,7 @@ def encode_weight_map(weight_map: Mapping[str, str], *, nbytes: int, numel: int)
     return canonical_json({"metadata": metadata, "weight_map": dict(weight_map)})
 
 
-def _read_weight_map(path: Path) -> dict[str, str]:
+def _read_weight_map(path: Place) -> dict[str, str]:
     weight_map = strict_loads(path.read_bytes(), label=str(path)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected a mapping weight_map from tensors to files")
@@ -75,7 +76,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _source(folder: Path, names: list[str], weight_map: dict[str, str] | None) -> Source:
+def _source(folder: Place, names: list[str], weight_map: dict[str, str] | None) -> Source:
     tensors: dict[TensorId, TensorRecord] = {}
     files: list[FileRecord] = []
     for number, name in enumerate(names):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,7 +53,18 @@ class OutFile:
 
 
 class Copy(NamedTuple):
-    """A stored range and where it goes: bytes of a source file, byte of an output file."""
+    """A stored range and where it goes.
+
+    Attributes:
+        offset: first byte in the source file.
+        stop: one past the last.
+        out: number of the output file.
+        at: byte there at which the first run goes.
+        stored: dtype in the source.
+        dtype: dtype in the output.
+        length: elements of each run; they follow one another in the source.
+        stride: elements from one run to the next in the output; 0 for a single run.
+    """
 
     offset: int
     stop: int
@@ -61,6 +72,23 @@ class Copy(NamedTuple):
     at: int
     stored: torch.dtype
     dtype: torch.dtype
+    length: int
+    stride: int
+
+    def spans(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
+        """Yield what lies in bytes ``[low, high)`` of the source file, run by run. Local.
+
+        Returns:
+            First byte, one past the last, and the byte in the output file where they go.
+        """
+        size = self.length * self.stored.itemsize
+        at, stop = max(self.offset, low), min(self.stop, high)
+        while at < stop:
+            run, within = divmod(at - self.offset, size)
+            end = min(stop, self.offset + (run + 1) * size)
+            elements = run * self.stride + within // self.stored.itemsize
+            yield at, end, self.at + elements * self.dtype.itemsize
+            at = end
 
 
 def parse_size(text: str | int) -> int:
@@ -137,9 +165,10 @@ def plan_copies(files: Sequence[OutFile]) -> dict[int, list[Copy]]:
         for item, offset in zip(file.items, file.offsets, strict=True):
             stored = stored_dtype(item.record)
             for part in item.record.ranges:
-                stop = part.offset + (part.stop - part.start) * stored.itemsize
+                stop = part.offset + part.numel * stored.itemsize
                 at = offset + part.start * item.dtype.itemsize
-                copy = Copy(part.offset, stop, out, at, stored, item.dtype)
+                runs = (part.runs.length, part.stride)
+                copy = Copy(part.offset, stop, out, at, stored, item.dtype, *runs)
                 copies.setdefault(part.file, []).append(copy)
     for listed in copies.values():
         listed.sort(key=lambda copy: (copy.offset, copy.stop))

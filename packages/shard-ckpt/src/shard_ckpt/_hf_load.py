@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shard_ckpt._agree import agree, attempt
-from shard_ckpt._blocks import BLOCK_BYTES, read_exactly
-from shard_ckpt._check import Source, open_checked
-from shard_ckpt._cut import cut_leaves
+from shard_ckpt._check import Source
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._fill import fill
 from shard_ckpt._hf_folder import HF_SECTION, open_hf
 from shard_ckpt._log import logger
-from shard_ckpt._match import Read, Target, match
+from shard_ckpt._match import Target, match
 from shard_ckpt._naming import Naming
 from shard_ckpt._plan import digest_of
-from shard_ckpt._state import Leaf
+from shard_ckpt._state import flatten
+from shard_ckpt._ties import check_twins, part_twins
 from shard_comm import Comm, comm_for
 
 
@@ -28,7 +27,6 @@ from shard_comm import Comm, comm_for
 class _Opened:
     source: Source
     targets: Sequence[Target]
-    twins: Sequence[tuple[Target, Target]]
 
     def digest(self) -> str:
         index = self.source.index
@@ -59,7 +57,7 @@ def load_hf(
         model: a module, of which ``state_dict()`` is filled, or a mapping of tensors. Plain tensors
             are filled whole, ``ShardTensor`` and ``DTensor`` with this rank's part.
         path: a folder with one ``.safetensors`` file, or several and a
-            ``.safetensors.index.json``; or such a file.
+            ``.safetensors.index.json``; or such a file; or the URL of one.
         comm: the ranks that hold the model; by default those of the process group.
         names: how the model's names become those in the files.
         strict: model and files must have the same names. Else what both have is loaded and the
@@ -108,56 +106,10 @@ def _open(
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    in_files = names.table(tensors, what="the model")
+    names.table(tensors, what="the model")
     source = open_hf(path)
-    known = {name for _, name in source.index.tensors}
-    groups: dict[object, list[Leaf]] = {}
-    for leaf in cut_leaves(tensors, section=HF_SECTION):
-        name = in_files[leaf.name]
-        name = name if name in known else names.ties.get(name, name)
-        key = leaf.alias_key or (name, leaf.start)
-        groups.setdefault(key, []).append(replace(leaf, name=name))
-    wanted = [leaf for group in groups.values() for leaf in _sources(group, known)]
-    targets = match(wanted, source.index, strict=strict, cast=cast)
-    first: dict[object, Target] = {}
-    twins = []
-    for target in targets:
-        leaf = target.leaf
-        owner = first.setdefault(leaf.alias_key or (leaf.name, leaf.start), target)
-        if owner is not target:
-            twins.append((owner, target))
-    opened = _Opened(source, list(first.values()), twins)
-    for one, other in twins:
-        _check_twins(source, one, other)
-    return opened
-
-
-def _sources(group: Sequence[Leaf], known: set[str]) -> list[Leaf]:
-    """Return the leaves of one tensor that files have, each name once; all if they have none."""
-    by_name = {leaf.name: leaf for leaf in group}
-    there = [leaf for name, leaf in by_name.items() if name in known]
-    return there or list(by_name.values())
-
-
-def _check_twins(source: Source, one: Target, other: Target) -> None:
-    """Check that two names of one tensor hold the same bytes, as far as this rank needs them."""
-    text = (
-        f"{one.leaf.label} and {other.leaf.label} are one tensor in the model, but differ in the "
-        f"files"
-    )
-    if one.record.dtype != other.record.dtype:
-        raise ValueError(f"{text} in dtype: {one.record.dtype} and {other.record.dtype}")
-    for left, right in zip(one.reads(), other.reads(), strict=True):
-        pairs = zip(_windows(source, left), _windows(source, right), strict=True)
-        if any(mine != theirs for mine, theirs in pairs):
-            raise ValueError(f"{text}; untie them, or correct the files")
-
-
-def _windows(source: Source, read: Read) -> Iterator[bytearray]:
-    with open_checked(source, read.file) as fd:
-        for at in range(0, read.nbytes, BLOCK_BYTES):
-            window = bytearray(min(BLOCK_BYTES, read.nbytes - at))
-            if not read_exactly(fd, [memoryview(window)], offset=read.offset + at):
-                path = source.folder / source.index.files[read.file].name
-                raise CheckpointError(f"{path}: got shorter while it was being read")
-            yield window
+    leaves = flatten({HF_SECTION: tensors}).leaves
+    found = match(leaves, source.index, strict=strict, cast=cast, rename=names)
+    targets, twins = part_twins(found)
+    check_twins(source, twins)
+    return _Opened(source, targets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._json import canonical_json, is_count, strict_loads
+from shard_ckpt._runs import Runs, tiling_problem
 
 INDEX_NAME = "index.json"
 FORMAT_VERSION = 1
@@ -22,12 +24,32 @@ TensorId = tuple[str, str]
 
 
 class Range(NamedTuple):
-    """Elements ``[start, stop)`` of a flattened tensor, at byte ``offset`` of file ``file``."""
+    """Elements of a flattened tensor, and where they lie: at byte ``offset`` of file ``file``.
+
+    They are ``[start, stop)``, or of these ``times`` equal runs that begin every ``stride``
+    elements: what a column-cut matrix leaves to a rank.
+    """
 
     start: int
     stop: int
     file: int
     offset: int
+    times: int = 1
+    stride: int = 0
+
+    @property
+    def runs(self) -> Runs:
+        """Which elements."""
+        return Runs(self.start, self.stop, self.times, self.stride)
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.times * (self.stop - self.start - (self.times - 1) * self.stride)
+
+    def row(self) -> list[int]:
+        """Return what JSON says of it: a single run needs four numbers. Local."""
+        return list(self if self.times > 1 else self[:4])
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,7 @@ class TensorRecord:
         name: its name within the section.
         dtype: as safetensors spells it.
         shape: global shape.
-        ranges: sorted; together exactly ``[0, numel)``.
+        ranges: sorted by ``start``; together exactly ``[0, numel)``.
         tie: the tensor whose elements these are too; None where it has its own.
     """
 
@@ -59,6 +81,11 @@ class TensorRecord:
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
+
+    @cached_property
+    def reach(self) -> int:
+        """From the first element of a range to its last, at most."""
+        return max((part.stop - part.start for part in self.ranges), default=0)
 
     @property
     def itemsize(self) -> int:
@@ -116,6 +143,11 @@ def check_coverage(record: TensorRecord) -> None:
     Raises:
         CheckpointError: elements are missing or occur twice.
     """
+    if any(part.times != 1 or part.stride for part in record.ranges):
+        problem = tiling_problem([part.runs for part in record.ranges], record.numel)
+        if problem is not None:
+            raise CheckpointError(f"{record.label}: {problem}")
+        return
     at = 0
     for part in record.ranges:
         if part.start > at:
@@ -141,7 +173,7 @@ def encode_index(index: Index) -> bytes:
     for record in index.tensors.values():
         entry: dict[str, Any] = {"dtype": record.dtype, "shape": list(record.shape)}
         if record.tie is None:
-            entry["ranges"] = [list(part) for part in record.ranges]
+            entry["ranges"] = [part.row() for part in record.ranges]
         else:
             entry["tie"] = list(record.tie)
         tensors.setdefault(record.section, {})[record.name] = entry
@@ -236,7 +268,7 @@ def _parse_tensor(
         raise CheckpointError(f"{record.label}: shape or ranges are not counts")
     check_coverage(record)
     for part in ranges:
-        end = part.offset + (part.stop - part.start) * record.itemsize
+        end = part.offset + part.numel * record.itemsize
         if part.file >= len(files) or end > files[part.file].nbytes:
             raise CheckpointError(f"{record.label}: {part} lies outside of the files listed")
         if part.offset % record.itemsize:

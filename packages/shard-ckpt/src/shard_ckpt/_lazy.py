@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shard_ckpt._blocks import BLOCK_BYTES, BlockWriter, FileRecord
 from shard_ckpt._commit import Manifest, build_index
-from shard_ckpt._draft import Draft, sweep
 from shard_ckpt._extras import encode_extras, write_extras
 from shard_ckpt._files import Origin, SectionFile, lay_out
 from shard_ckpt._index import Range
 from shard_ckpt._memory import bytes_of, flat_range
+from shard_ckpt._places import Place, sync_folder
 from shard_ckpt._plan import Entry, group_leaves, plan_entries
-from shard_ckpt._posix import sync_folder
 from shard_ckpt._progress import Progress
+from shard_ckpt._remote_draft import draft_for
 from shard_ckpt._state import flatten
 
 Read = Callable[[], torch.Tensor]
@@ -60,12 +59,12 @@ class LazyTensors:
         return found.contiguous()
 
 
-def save_lazy(state: Mapping[str, Any], path: Path, *, lazy: LazyTensors) -> None:
+def save_lazy(state: Mapping[str, Any], path: Place, *, lazy: LazyTensors) -> None:
     """Save a state with stand-ins as a checkpoint of one rank; one process does it all.
 
     Args:
         state: as for ``save``.
-        path: the folder to make; it must not exist.
+        path: the folder to make, or what keys begin with; it must not exist.
         lazy: what its stand-ins stand for.
 
     Raises:
@@ -83,8 +82,7 @@ def save_lazy(state: Mapping[str, Any], path: Path, *, lazy: LazyTensors) -> Non
     files: list[FileRecord] = []
     ranges: list[tuple[int, Range]] = []
     progress = Progress(sum(entry.nbytes for entry in entries))
-    sweep(path.parent)
-    with Draft(path, origin.save_id) as draft:
+    with draft_for(path, origin.save_id) as draft:
         for layout in lay_out(entries, origin):
             ranges.extend((numbers[tensor], part) for tensor, part in layout.ranges(len(files)))
             files.append(_write_section(draft.path, layout, lazy, progress))
@@ -96,7 +94,7 @@ def save_lazy(state: Mapping[str, Any], path: Path, *, lazy: LazyTensors) -> Non
 
 
 def _write_section(
-    folder: Path, layout: SectionFile, lazy: LazyTensors, progress: Progress
+    folder: Place, layout: SectionFile, lazy: LazyTensors, progress: Progress
 ) -> FileRecord:
     writer = BlockWriter(folder / layout.name)
     try:
@@ -111,7 +109,7 @@ def _write_section(
 def _feed(writer: BlockWriter, entry: Entry, lazy: LazyTensors, progress: Progress) -> None:
     """Read and write one tensor; nothing holds it when this returns."""
     tensor = lazy.read(entry.leaf.source)
-    whole = flat_range(tensor, start=entry.start, stop=entry.stop)
+    whole = flat_range(tensor, start=entry.runs.start, stop=entry.runs.stop)
     view = bytes_of(whole)
     for at in range(0, len(view), BLOCK_BYTES):
         part = view[at : at + BLOCK_BYTES]

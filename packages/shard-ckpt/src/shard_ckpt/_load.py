@@ -25,8 +25,10 @@ from shard_ckpt._fill import fill
 from shard_ckpt._log import logger
 from shard_ckpt._match import Target, match
 from shard_ckpt._merge import merge, missing_values
-from shard_ckpt._rename import Rename, with_template_names
+from shard_ckpt._naming import Rename, stored_name
+from shard_ckpt._rename import with_template_names
 from shard_ckpt._state import flatten
+from shard_ckpt._ties import Twins, check_twins, part_twins
 from shard_comm import Comm
 
 
@@ -34,6 +36,7 @@ from shard_comm import Comm
 class _Opened:
     source: Source
     targets: Sequence[Target]
+    twins: Twins
     needs: Intervals
     values: Mapping[str, Any]
 
@@ -79,9 +82,9 @@ def load(
         cast: convert between floating-point dtypes (and between complex ones). Integers, booleans
             and optimizer step counters are never converted.
         rename: where the checkpoint calls a tensor otherwise: a mapping from the template's names
-            to the checkpoint's, or a function that does it. It is given names without section, and
-            of optimizer state the parameter's; what it does not change keeps its name. Optimizer
-            state comes back under the template's names.
+            to the checkpoint's, a function that does it, or a ``Naming`` of wrappers and ties. It
+            is given names without section, and of optimizer state the parameter's; what it does
+            not change keeps its name. Optimizer state comes back under the template's names.
         only: load only tensors of the template of which ``section: name`` fits one of these
             patterns, such as ``["model: layers.0.*"]``; ``*``, ``?`` and ``[...]`` as in file
             names. Other tensors are left as they are, whatever the checkpoint has of them. Values
@@ -97,7 +100,8 @@ def load(
     Raises:
         FileNotFoundError: there is no such folder.
         CheckpointError: the folder is not a whole, unaltered checkpoint.
-        ValueError: the template does not fit the checkpoint.
+        ValueError: the template does not fit the checkpoint, or tensors that are one in the
+            template hold different bits in the checkpoint.
         TypeError: the template holds a tensor of a kind that cannot be filled.
         OSError: reading failed. Any error of one rank is raised on all. Tensors are untouched,
             unless reading failed, or files changed, after all checks had passed.
@@ -115,7 +119,7 @@ def load(
     mine = opened.value()
     check_same_save([save_id for save_id, _ in heard], f"{path}", purpose="load")
     blocks = own_blocks([needs for _, needs in heard], comm.rank)
-    checked = attempt(lambda: check_blocks(mine.source, blocks))
+    checked = attempt(lambda: _check(mine, blocks))
     agree(comm, checked, share=lambda _: None, timeout_s=timeout_s)
 
     filled = attempt(lambda: fill(mine.source, mine.targets))
@@ -147,7 +151,11 @@ def _open(
         only=wish.only,
     )
     stored = read_values(folder, source.index, rank=comm.rank, world_size=comm.size)
-    values = with_template_names(stored, leaves, wish.rename)
+    values = stored
+    if wish.rename is not None:
+        names = [(target.leaf.name, target.record.name) for target in targets]
+        names += [(leaf.name, stored_name(leaf.name, wish.rename)) for leaf in leaves]
+        values = with_template_names(stored, names)
     if wish.strict and wish.only is None:
         missing = missing_values(state, values)
         if missing:
@@ -155,8 +163,15 @@ def _open(
                 f"{missing[0]}: the checkpoint has no such value ({len(missing)} in all); pass "
                 f"strict=False to keep the template's"
             )
-    needs = blocks_of(read for target in targets for read in target.reads())
+    targets, twins = part_twins(targets)
+    reading = [*targets, *(other for _, other in twins)]
+    needs = blocks_of(read for target in reading for read in target.reads())
     for file in needs:
         with open_checked(source, file):
             pass
-    return _Opened(source, targets, needs, values)
+    return _Opened(source, targets, twins, needs, values)
+
+
+def _check(opened: _Opened, blocks: Mapping[int, Sequence[int]]) -> None:
+    check_blocks(opened.source, blocks)
+    check_twins(opened.source, opened.twins)

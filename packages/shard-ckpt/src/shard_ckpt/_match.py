@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -13,9 +13,12 @@ import torch
 from shard_ckpt._collector import collector_paused
 from shard_ckpt._dtypes import torch_dtype
 from shard_ckpt._index import Index, TensorId, TensorRecord
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._log import logger
-from shard_ckpt._rename import Rename, check_patterns, is_picked, stored_name
-from shard_ckpt._state import Leaf
+from shard_ckpt._lookup import Lookup
+from shard_ckpt._naming import Rename
+from shard_ckpt._rename import check_patterns, is_picked
+from shard_ckpt._runs import Runs, overlaps
 
 _NAMES_SHOWN = 5
 
@@ -48,19 +51,24 @@ class Target:
         if self.record.numel == 0:  # nothing to read, but the file must be there
             yield from (Read(part.file, part.offset, 0, self, 0) for part in ranges)
             return
-        for start, stop, at in self.leaf.runs(0, self.leaf.stop - self.leaf.start):
-            if start < stop:
-                yield from self._reads_of(start, stop, at)
+        for runs, at in self.leaf.runs(0, self.leaf.stop - self.leaf.start):
+            yield from self._reads_of(runs, at)
 
-    def _reads_of(self, start: int, stop: int, at: int) -> Iterator[Read]:
+    def _reads_of(self, runs: Runs, at: int) -> Iterator[Read]:
         ranges, size = self.record.ranges, self.record.itemsize
-        first = bisect_right(ranges, start, key=_range_stop)
+        first = bisect_right(ranges, runs.start - self.record.reach, key=_range_start)
         for part in ranges[first:]:
-            if part.start >= stop:
+            if part.start >= runs.stop:
                 return
-            low, high = max(part.start, start), min(part.stop, stop)
-            offset = part.offset + (low - part.start) * size
-            yield Read(part.file, offset, (high - low) * size, self, at + low - start)
+            if part.times == 1 and runs.times == 1:  # of most there are very many
+                start, stop = max(part.start, runs.start), min(part.stop, runs.stop)
+                if start < stop:
+                    offset = part.offset + (start - part.start) * size
+                    to = at + start - runs.start
+                    yield Read(part.file, offset, (stop - start) * size, self, to)
+                continue
+            for low, to, numel in overlaps(part.runs, runs):
+                yield Read(part.file, part.offset + low * size, numel * size, self, at + to)
 
 
 class Read(NamedTuple):
@@ -85,6 +93,9 @@ def match(
 ) -> list[Target]:
     """Pair the template's tensors with the checkpoint's. Local.
 
+    Names of one tensor count as one: it is enough if the checkpoint has one of those that are the
+    same memory in the template, or the template one of those that are tied in the checkpoint.
+
     Args:
         leaves: the template's tensors.
         index: what the checkpoint holds.
@@ -99,14 +110,14 @@ def match(
     """
     check_patterns(only, leaves)
     picked = [leaf for leaf in leaves if is_picked(leaf.label, only)]
-    sources = [(leaf.section, stored_name(leaf.name, rename)) for leaf in picked]
-    pairs = list(zip(picked, sources, strict=True))
-    missing = [_asked_for(leaf, tensor) for leaf, tensor in pairs if tensor not in index.tensors]
-    wanted = {(leaf.section, stored_name(leaf.name, rename)) for leaf in leaves}
+    lookup = Lookup(index.tensors, rename)
+    found = {leaf.id: tensor for leaf in leaves if (tensor := lookup.find(leaf)) is not None}
+    missing = [_asked_for(leaf, lookup.wanted(leaf)) for leaf in _unfilled(picked, found)]
+    owners = {_tie_group(index.tensors[tensor]) for tensor in found.values()}
     unexpected = [
         record.label
-        for tensor, record in sorted(index.tensors.items())
-        if tensor not in wanted and is_picked(record.label, only)
+        for _, record in sorted(index.tensors.items())
+        if _tie_group(record) not in owners and is_picked(record.label, only)
     ]
     if strict and (missing or unexpected):
         raise ValueError(
@@ -119,9 +130,7 @@ def match(
             _listed(missing),
             _listed(unexpected),
         )
-    targets = [
-        Target(leaf, index.tensors[tensor]) for leaf, tensor in pairs if tensor in index.tensors
-    ]
+    targets = [Target(leaf, index.tensors[found[leaf.id]]) for leaf in picked if leaf.id in found]
     problems = [text for text in (_misfit(target, cast) for target in targets) if text is not None]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -129,12 +138,28 @@ def match(
     return targets
 
 
+def _unfilled(leaves: Sequence[Leaf], found: Container[TensorId]) -> list[Leaf]:
+    """Return the leaves that no stored tensor fills, under any of their names.
+
+    Of a piece without elements nobody can tell what it is one with: it counts as filled where any
+    such is. A rank that holds elements tells.
+    """
+    lacking = [leaf for leaf in leaves if leaf.id not in found]
+    filled = {leaf.alias_key for leaf in leaves if leaf.id in found} if lacking else set()
+    return [leaf for leaf in lacking if leaf.numel == 0 or leaf.alias_key not in filled]
+
+
+def _tie_group(record: TensorRecord) -> tuple[str, TensorId]:
+    """Return what is equal for a section's names of one tensor."""
+    return record.section, record.tie or (record.section, record.name)
+
+
 def _asked_for(leaf: Leaf, tensor: TensorId) -> str:
     return leaf.label if leaf.id == tensor else f"{tensor[0]}: {tensor[1]} (for {leaf.name})"
 
 
-def _range_stop(part: tuple[int, ...]) -> int:
-    return part[1]
+def _range_start(part: tuple[int, ...]) -> int:
+    return part[0]
 
 
 def _misfit(target: Target, cast: bool) -> str | None:

@@ -18,14 +18,18 @@ class Naming:
         module.layers.0._orig_mod.weight    layers.0.weight
         module.head.bias                    lm_head.bias
 
+    As the ``rename`` of ``save`` and ``load`` it applies to names without section, and of optimizer
+    state to the parameter's; ``load`` takes wrappers off the checkpoint's names too.
+
     Attributes:
         prefix: what names begin with, removed where they do.
         strip: components of dotted names that wrappers put in, removed wherever they stand:
             ``_orig_mod`` (torch.compile), ``_checkpoint_wrapped_module``,
             ``_fsdp_wrapped_module``.
         rename: a table of names, or a function of one.
-        ties: for a name in files, the name of the tensor that it shares. An import takes the
-            latter where files lack the former; an export leaves the former out.
+        ties: for a name in files, the name of the tensor that it shares. A load takes the tensor
+            under any of its names; a save stores it once, under all; an export leaves the former
+            name out.
     """
 
     prefix: str = ""
@@ -54,7 +58,7 @@ class Naming:
             ValueError: two names become one, a name cannot be used, or a declared name is not
                 there.
         """
-        bare = {name: self._bare(name) for name in names}
+        bare = {name: self.bare(name) for name in names}
         result = {name: self._renamed(text) for name, text in bare.items()}
         owners: dict[str, str] = {}
         for name, text in result.items():
@@ -68,7 +72,18 @@ class Naming:
         _check_known(self.ties, set(owners), f"ties: {what}")
         return result
 
-    def _bare(self, name: str) -> str:
+    def of(self, name: str) -> str:
+        """Return the name in files of one name. Local."""
+        return self._renamed(self.bare(name))
+
+    def kin(self, name: str) -> list[str]:
+        """Return the other names in files of a tensor, the one that is stored first. Local."""
+        stored = self.ties.get(name, name)
+        group = [stored, *(tied for tied, shared in self.ties.items() if shared == stored)]
+        return [other for other in group if other != name]
+
+    def bare(self, name: str) -> str:
+        """Return a name without what wrappers put in. Local."""
         name = name.removeprefix(self.prefix)
         dropped = {component.rstrip(".") for component in self.strip}
         return ".".join(part for part in name.split(".") if part not in dropped)
@@ -77,6 +92,38 @@ class Naming:
         if isinstance(self.rename, Mapping):
             return self.rename.get(name, name)
         return self.rename(name)
+
+
+Rename = Mapping[str, str] | Callable[[str], str] | Naming
+"""From a state's names to the checkpoint's."""
+
+
+def stored_name(name: str, rename: Rename | None) -> str:
+    """Return what the checkpoint calls a tensor that the state calls ``name``.
+
+    Optimizer state goes with its parameter: renaming ``w`` to ``v`` takes ``w#exp_avg`` to
+    ``v#exp_avg``. Names that a mapping lacks stay. Local.
+
+    Raises:
+        TypeError: ``rename`` gave something that is no string.
+    """
+    if rename is None:
+        return name
+    if isinstance(rename, Naming):
+        return with_owner(name, rename.of)
+    if isinstance(rename, Mapping):
+        table = rename
+        return with_owner(name, lambda owner: table.get(owner, owner))
+    return with_owner(name, rename)
+
+
+def with_owner(name: str, change: Callable[[str], str]) -> str:
+    """Return a name with the parameter's part of it changed. Local."""
+    owner, mark, slot = name.partition("#")
+    new = change(owner)
+    if not isinstance(new, str):
+        raise TypeError(f"rename: expected a str for {owner!r}, got {new!r}")
+    return f"{new}{mark}{slot}"
 
 
 def _check_known(declared: Iterable[str], known: set[str], what: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,15 +15,16 @@ from shard_ckpt._fill import fill
 from shard_ckpt._hf_folder import HF_SECTION, open_hf
 from shard_ckpt._index import TensorId, TensorRecord
 from shard_ckpt._lazy import LazyTensors
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._match import Target
+from shard_ckpt._places import Place
 from shard_ckpt._progress import Progress
-from shard_ckpt._state import Leaf
 from shard_ckpt._values import RankValues, TensorRef
 
 _BLOCKS_AT_ONCE = 16  # between two reports of progress
 
 
-def read_own(path: str | os.PathLike[str], lazy: LazyTensors) -> dict[str, Any]:
+def read_own(path: Place, lazy: LazyTensors) -> dict[str, Any]:
     """Return the state in a checkpoint, its tensors as stand-ins. Local.
 
     Every block is read and its checksum compared first. Per-rank values come out as lists.
@@ -61,7 +60,7 @@ def read_own(path: str | os.PathLike[str], lazy: LazyTensors) -> dict[str, Any]:
     return {section: walk(node) for section, node in values.items()}
 
 
-def read_hf(path: Path, lazy: LazyTensors) -> dict[str, Any]:
+def read_hf(path: Place, lazy: LazyTensors) -> dict[str, Any]:
     """Return a Hugging Face folder or file as a state with the section ``model``. Local."""
     source = open_hf(path)
     return {
@@ -85,11 +84,24 @@ def _check_all(source: Source) -> None:
 
 def read_record(source: Source, record: TensorRecord) -> torch.Tensor:
     """Read a whole tensor. Local."""
-    section, name, shape = record.section, record.name, record.shape
-    tensor = torch.empty(shape, dtype=stored_dtype(record))
-    leaf = Leaf(section, name, tensor, shape, 0, record.numel, None, tensor)
-    fill(source, [Target(leaf, record)])
-    return tensor
+    return read_span(source, record, 0, record.numel).view(record.shape)
+
+
+def read_span(source: Source, record: TensorRecord, start: int, stop: int) -> torch.Tensor:
+    """Read elements ``[start, stop)`` of the flattened tensor. Local."""
+    part = torch.empty(stop - start, dtype=stored_dtype(record))
+    fill(source, [_target(record, part, start, stop)])
+    return part
+
+
+def whole_target(record: TensorRecord) -> Target:
+    """Return what says which bytes a whole tensor is; it has no memory to be filled. Local."""
+    return _target(record, torch.empty(0, dtype=stored_dtype(record)), 0, record.numel)
+
+
+def _target(record: TensorRecord, tensor: torch.Tensor, start: int, stop: int) -> Target:
+    leaf = Leaf(record.section, record.name, tensor, record.shape, start, stop, None, tensor)
+    return Target(leaf, record)
 
 
 def stored_dtype(record: TensorRecord) -> torch.dtype:

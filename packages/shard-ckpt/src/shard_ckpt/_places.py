@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from shard_ckpt import _posix
 from shard_ckpt._remote import RemotePath, remote_path
 
 Place = Path | RemotePath
@@ -29,6 +30,12 @@ def names_in(place: Place) -> list[str]:
         FileNotFoundError: there is no such folder.
     """
     return place.names() if isinstance(place, RemotePath) else sorted(os.listdir(place))
+
+
+def sync_folder(place: Place) -> None:
+    """Return when a folder's entries are durable; stores need no asking. Local."""
+    if not isinstance(place, RemotePath):
+        _posix.sync_folder(place)
 
 
 def size_of(place: Place) -> int | None:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shard_ckpt._json import canonical_json
-from shard_ckpt._state import Leaf
+from shard_ckpt._leaf import Leaf
+from shard_ckpt._runs import Runs
 
 SPLIT_BYTES = 1 << 20
 """Replicated tensors of at least this size are cut over ranks."""
@@ -23,22 +24,20 @@ class Entry:
 
     Attributes:
         leaf: the tensor.
-        start: first element of the flattened tensor.
-        stop: one past the last.
-        at: which element of the leaf's own tensor the first of them is.
+        runs: which elements of the flattened tensor.
+        at: which element of the leaf's own tensor the first of them is; the others follow it there.
         ties: other tensors of the state that are the same memory.
     """
 
     leaf: Leaf
-    start: int
-    stop: int
+    runs: Runs
     at: int
     ties: tuple[Leaf, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes to write."""
-        return (self.stop - self.start) * self.leaf.tensor.element_size()
+        return self.runs.numel * self.leaf.tensor.element_size()
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class Holdings:
 
     Attributes:
         whole: tensors that every rank has whole, and empty ones.
-        pieces: sharded tensors by the number of ranks they are cut over.
+        pieces: sharded tensors, those together that are cut over the same ranks. Groups are
+            numbered in the order of their first tensors, so alike on all ranks.
         ties: for the first of several that are the same memory, the others.
     """
 
@@ -64,19 +64,19 @@ class Holdings:
     ties: Mapping[tuple[str, str], tuple[Leaf, ...]]
 
     def digests(self) -> dict[int, str]:
-        """Per number of shards: equal on ranks that hold the same pieces. Local."""
+        """Per group: equal on ranks that hold the same pieces. Local."""
         return {
-            shards: digest_of(
+            group: digest_of(
                 [
                     *leaf.id,
                     leaf.start,
                     leaf.stop,
-                    leaf.outer and leaf.outer.offsets,
+                    leaf.box,
                     [t.id for t in self.ties_of(leaf)],
                 ]
                 for leaf in leaves
             )
-            for shards, leaves in self.pieces.items()
+            for group, leaves in self.pieces.items()
         }
 
     def ties_of(self, leaf: Leaf) -> tuple[Leaf, ...]:
@@ -93,7 +93,7 @@ def group_leaves(leaves: Iterable[Leaf]) -> Holdings:
     owners: dict[tuple[object, ...], Leaf] = {}
     ties: dict[tuple[str, str], tuple[Leaf, ...]] = {}
     whole: list[Leaf] = []
-    pieces: dict[int, list[Leaf]] = {}
+    pieces: dict[object, list[Leaf]] = {}
     for leaf in leaves:
         key = leaf.alias_key
         owner = leaf if key is None else owners.setdefault(key, leaf)
@@ -102,8 +102,9 @@ def group_leaves(leaves: Iterable[Leaf]) -> Holdings:
         elif leaf.shards is None or leaf.numel == 0:
             whole.append(leaf)
         else:
-            pieces.setdefault(leaf.shards, []).append(leaf)
-    return Holdings(tuple(whole), {n: tuple(group) for n, group in sorted(pieces.items())}, ties)
+            pieces.setdefault((leaf.shards, leaf.holders), []).append(leaf)
+    groups = {number: tuple(group) for number, group in enumerate(pieces.values())}
+    return Holdings(tuple(whole), groups, ties)
 
 
 def shares_of(held: Sequence[Mapping[int, str]], rank: int) -> dict[int, Share]:
@@ -114,9 +115,9 @@ def shares_of(held: Sequence[Mapping[int, str]], rank: int) -> dict[int, Share]:
         rank: this rank.
     """
     result = {}
-    for shards, digest in held[rank].items():
-        alike = [other for other, theirs in enumerate(held) if theirs.get(shards) == digest]
-        result[shards] = Share(alike.index(rank), len(alike))
+    for group, digest in held[rank].items():
+        alike = [other for other, theirs in enumerate(held) if theirs.get(group) == digest]
+        result[group] = Share(alike.index(rank), len(alike))
     return result
 
 
@@ -127,15 +128,13 @@ def plan_entries(
     whole = holdings.whole
     sizes = [(leaf.numel, leaf.tensor.element_size()) for leaf in whole]
     entries = [
-        Entry(whole[at], start, stop, start - whole[at].start, holdings.ties_of(whole[at]))
+        Entry(whole[at], Runs(start, stop), start - whole[at].start, holdings.ties_of(whole[at]))
         for at, start, stop in deal(sizes, rank=rank, world_size=world_size)
     ]
-    for shards, leaves in holdings.pieces.items():
-        for leaf, first, last in _own_part(leaves, shares[shards]):
+    for group, leaves in holdings.pieces.items():
+        for leaf, first, last in _own_part(leaves, shares[group]):
             ties = holdings.ties_of(leaf)
-            entries.extend(
-                Entry(leaf, start, stop, at, ties) for start, stop, at in leaf.runs(first, last)
-            )
+            entries.extend(Entry(leaf, runs, at, ties) for runs, at in leaf.runs(first, last))
     return entries
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shard_ckpt._blocks import BLOCK_BYTES, FileRecord, block_range, read_exactly
+from shard_ckpt._blocks import BLOCK_BYTES, FileRecord, block_count, block_range, read_exactly
 from shard_ckpt._crc import crc32
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._errors import CheckpointError
@@ -25,7 +23,10 @@ from shard_ckpt._index import (
     link_ties,
 )
 from shard_ckpt._json import is_count, strict_loads
+from shard_ckpt._open import open_to_read
+from shard_ckpt._places import Place, names_in, size_of
 from shard_ckpt._progress import Progress
+from shard_ckpt._runs import Runs
 from shard_ckpt._tensor_file import TensorFile, read_tensor_file
 from shard_ckpt._values import TensorRef
 
@@ -49,7 +50,7 @@ class _Tensor:
     ranges: list[Range]
 
 
-def rebuild_index(folder: Path) -> Index:
+def rebuild_index(folder: Place) -> Index:
     """Make the index of a folder from its files, as the save that wrote them did. Local.
 
     Raises:
@@ -58,14 +59,10 @@ def rebuild_index(folder: Path) -> Index:
 
     **Memory**: a block.
     """
-    names = [
-        name
-        for name in sorted(os.listdir(folder))
-        if name.endswith(TENSOR_SUFFIX) or is_extras(name)
-    ]
+    names = [name for name in names_in(folder) if name.endswith(TENSOR_SUFFIX) or is_extras(name)]
     if not names:
         raise CheckpointError(f"{folder}: holds no files of a checkpoint")
-    progress = Progress(sum((folder / name).stat().st_size for name in names))
+    progress = Progress(sum(size_of(folder / name) or 0 for name in names))
     headers = {
         name: read_tensor_file(folder / name) for name in names if name.endswith(TENSOR_SUFFIX)
     }
@@ -91,7 +88,7 @@ def rebuild_index(folder: Path) -> Index:
     return index
 
 
-def _origin_of(path: Path, file: TensorFile | None) -> _Origin:
+def _origin_of(path: Place, file: TensorFile | None) -> _Origin:
     table: Mapping[str, Any]
     if file is None:
         table = strict_loads(path.read_bytes(), label=str(path))
@@ -125,7 +122,7 @@ def _order(origin: _Origin) -> tuple[int, bool, str]:
     return origin.rank, origin.section is None, origin.section or ""
 
 
-def _check_origins(folder: Path, origins: Mapping[str, _Origin]) -> None:
+def _check_origins(folder: Place, origins: Mapping[str, _Origin]) -> None:
     names = list(origins)
     first = origins[names[0]]
     for name, origin in origins.items():
@@ -136,14 +133,13 @@ def _check_origins(folder: Path, origins: Mapping[str, _Origin]) -> None:
             )
 
 
-def _read_file(path: Path, progress: Progress) -> FileRecord:
+def _read_file(path: Place, progress: Progress) -> FileRecord:
     buffer = memoryview(bytearray(BLOCK_BYTES))
     crcs = []
-    with open(path, "rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        for block in range(-(-nbytes // BLOCK_BYTES)):
+    with open_to_read(path) as (file, nbytes):
+        for block in range(block_count(nbytes)):
             low, high = block_range(block, nbytes)
-            if not read_exactly(file.fileno(), [buffer[: high - low]], offset=low):
+            if not read_exactly(file, [buffer[: high - low]], offset=low):
                 raise CheckpointError(f"{path}: got shorter while it was being read")
             crcs.append(crc32(buffer[: high - low]))
             progress.advance(high - low)
@@ -151,7 +147,7 @@ def _read_file(path: Path, progress: Progress) -> FileRecord:
 
 
 def _entries(
-    path: Path, file: TensorFile, section: str, number: int
+    path: Place, file: TensorFile, section: str, number: int
 ) -> Iterator[tuple[TensorId, _Tensor, Range]]:
     """Yield the tensors that a file holds elements of, ties included, and which elements."""
     described = strict_loads(
@@ -162,23 +158,26 @@ def _entries(
     for entry in file.header.entries:
         about = described[entry.key]
         try:
-            name, start, stop = about["fqn"], about["start"], about["stop"]
+            name = about["fqn"]
+            runs = Runs(
+                about["start"], about["stop"], about.get("times", 1), about.get("stride", 0)
+            )
             shapes = [(section, name, tuple(about["shape"]))]
             shapes += [(where, tie, tuple(shape)) for where, tie, shape in about.get("ties", ())]
-            counts = [start, stop, *(dim for *_, shape in shapes for dim in shape)]
+            counts = [*runs, *(dim for *_, shape in shapes for dim in shape)]
         except (KeyError, TypeError, ValueError) as exc:
             raise CheckpointError(f"{path}: {entry.key!r} is not described") from exc
-        if not all(map(is_count, counts)) or not _fits(entry, name, shapes[0][2], start, stop):
+        if not all(map(is_count, counts)) or not _fits(entry, name, shapes[0][2], runs):
             raise CheckpointError(f"{path}: {entry.key!r} is not what it is described as")
-        part = Range(start, stop, number, file.header.data_start + entry.start)
+        offset = file.header.data_start + entry.start
+        part = Range(runs.start, runs.stop, number, offset, runs.times, runs.stride)
         for where, tensor, shape in shapes:
             yield (where, tensor), _Tensor(entry.dtype, shape, []), part
 
 
-def _fits(entry: HeaderEntry, name: str, shape: tuple[int, ...], start: int, stop: int) -> bool:
-    numel = TensorRecord("", name, entry.dtype, shape, ()).numel
-    stored = header_shape(entry.dtype, entry_shape(shape, start=start, stop=stop))
-    return entry.key == entry_key(name, numel, start=start, stop=stop) and entry.shape == stored
+def _fits(entry: HeaderEntry, name: str, shape: tuple[int, ...], runs: Runs) -> bool:
+    stored = header_shape(entry.dtype, entry_shape(shape, runs))
+    return entry.key == entry_key(name, shape, runs) and entry.shape == stored
 
 
 def _add(tensors: dict[TensorId, _Tensor], tensor: TensorId, found: _Tensor, part: Range) -> None:
@@ -191,7 +190,7 @@ def _add(tensors: dict[TensorId, _Tensor], tensor: TensorId, found: _Tensor, par
     known.ranges.append(part)
 
 
-def _check_structure(folder: Path, index: Index) -> None:
+def _check_structure(folder: Place, index: Index) -> None:
     """Check that files hold the tensors that the stored structure names, no more and no fewer."""
     named = set(_refs(read_values(folder, index, rank=0, world_size=0)))
     held = set(index.tensors)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 
 from shard_ckpt import _posix
 from shard_ckpt._blocks import write_file
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._index import INDEX_NAME, encode_index
-from shard_ckpt._marker import MARKER_NAME, Marker, encode_marker, marker_for, read_marker
+from shard_ckpt._marker import (
+    MARKER_NAME,
+    Marker,
+    encode_marker,
+    is_save_id,
+    marker_for,
+    read_marker,
+)
+from shard_ckpt._places import Place, names_in, place_of
 from shard_ckpt._rebuild import rebuild_index
+from shard_ckpt._remote import RemotePath
 
 _NEW = ".new"
 
@@ -25,7 +33,7 @@ def reindex(path: str | os.PathLike[str], *, commit: bool = False) -> bool:
     Checksums are computed anew: they hold for the files as they are now.
 
     Args:
-        path: the folder of a checkpoint.
+        path: the folder of a checkpoint, or its URL.
         commit: write the marker too, where it is lost as well. Without a marker nobody knows that
             the save ever finished; the files are whole, but may be older than they should.
 
@@ -41,7 +49,7 @@ def reindex(path: str | os.PathLike[str], *, commit: bool = False) -> bool:
     **Collective**: local; reads the whole checkpoint.
     **Memory**: 16 MiB.
     """
-    folder = Path(path)
+    folder = place_of(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such checkpoint")
     marker = read_marker(folder) if (folder / MARKER_NAME).exists() else None
@@ -50,10 +58,11 @@ def reindex(path: str | os.PathLike[str], *, commit: bool = False) -> bool:
             f"{folder}: no {MARKER_NAME} marker, so it may never have been finished; pass commit "
             f"to take what is there as a checkpoint"
         )
-    old = folder / INDEX_NAME
+    home = _home(folder, marker)
+    old = home / INDEX_NAME
     if _intact(old, marker):
         return False
-    index = rebuild_index(folder)
+    index = rebuild_index(home)
     encoded = encode_index(index)
     if marker is not None and marker_for(index, encoded) != marker:
         raise CheckpointError(
@@ -66,13 +75,33 @@ def reindex(path: str | os.PathLike[str], *, commit: bool = False) -> bool:
     return True
 
 
-def _intact(path: Path, marker: Marker | None) -> bool:
-    if marker is None or not path.is_file():
+def _home(folder: Place, marker: Marker | None) -> Place:
+    """Return where the files lie: beside the marker, or below it in a folder called by the save."""
+    found = [name for name in names_in(folder) if is_save_id(name)]
+    if marker is not None:
+        return folder / marker.save_id if marker.save_id in found else folder
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder}: holds files of {len(found)} saves, {' and '.join(found)}, and no marker "
+            f"says which counts; remove the others"
+        )
+    return folder / found[0] if found else folder
+
+
+def _intact(path: Place, marker: Marker | None) -> bool:
+    if marker is None:
         return False
-    return hashlib.sha256(path.read_bytes()).hexdigest() == marker.index_sha256
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(raw).hexdigest() == marker.index_sha256
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Place, data: bytes) -> None:
+    if isinstance(path, RemotePath):
+        path.put(data)
+        return
     new = path.with_name(f".{path.name}{_NEW}")
     new.unlink(missing_ok=True)
     write_file(new, data)

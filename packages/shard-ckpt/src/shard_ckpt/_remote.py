@@ -37,6 +37,16 @@ class RemotePath:
         """The last component."""
         return self.key.rstrip("/").rpartition("/")[2]
 
+    @property
+    def parent(self) -> RemotePath:
+        """All but the last component."""
+        return RemotePath(self.fs, self.key.rstrip("/").rpartition("/")[0])
+
+    def is_dir(self) -> bool:
+        """Whether keys lie below this one. Local."""
+        self.fs.invalidate_cache()
+        return bool(self.fs.isdir(self.key))
+
     def exists(self) -> bool:
         """Whether the key is there, or others that begin with it. Local."""
         self.fs.invalidate_cache()
@@ -68,6 +78,14 @@ class RemotePath:
             self.fs.pipe_file(self.key, data, mode="create")
         except (TypeError, ValueError, NotImplementedError):  # a store without conditional writes
             self.fs.pipe_file(self.key, data)
+
+    def make_folder(self) -> None:
+        """Make the folder, where folders are more than names. Local."""
+        self.fs.makedirs(self.key, exist_ok=True)
+
+    def put(self, data: bytes) -> None:
+        """Write a key, whatever was behind it. Local."""
+        self.fs.pipe_file(self.key, data)
 
     def remove(self) -> None:
         """Remove the key and all that begin with it. Local."""

@@ -6,9 +6,11 @@ import errno
 from types import TracebackType
 
 from shard_ckpt._blocks import write_file
+from shard_ckpt._draft import Draft, sweep
 from shard_ckpt._index import INDEX_NAME, Index, encode_index
 from shard_ckpt._log import logger
 from shard_ckpt._marker import MARKER_NAME, encode_marker, is_save_id, marker_for
+from shard_ckpt._places import Place
 from shard_ckpt._remote import RemotePath
 
 
@@ -34,7 +36,7 @@ class RemoteDraft:
         self._published = False
         if (target / MARKER_NAME).exists():
             raise _taken(target)
-        target.fs.makedirs(self.path.key, exist_ok=True)  # where folders are more than names
+        self.path.make_folder()
 
     def publish(self, index: Index) -> None:
         """Write the index, then the marker. Local.
@@ -51,7 +53,7 @@ class RemoteDraft:
         self._published = True
         for name in self._target.names():
             if is_save_id(name) and name != self.path.name:  # can never be published any more
-                _remove(self._target / name)
+                remove_keys(self._target / name)
 
     def __enter__(self) -> RemoteDraft:
         return self
@@ -63,7 +65,20 @@ class RemoteDraft:
         trace: TracebackType | None,
     ) -> None:
         if not self._published:
-            _remove(self.path)
+            remove_keys(self.path)
+
+
+def draft_for(target: Place, save_id: str) -> Draft | RemoteDraft:
+    """Return where a save builds its checkpoint, once what dead ones left beside it is gone. Local.
+
+    Raises:
+        FileExistsError: the target exists.
+        OSError: the folder cannot be made.
+    """
+    if isinstance(target, RemotePath):
+        return RemoteDraft(target, save_id)
+    sweep(target.parent)
+    return Draft(target, save_id)
 
 
 def discard_remote(target: RemotePath) -> None:
@@ -73,10 +88,10 @@ def discard_remote(target: RemotePath) -> None:
         OSError: the marker could not be removed.
     """
     (target / MARKER_NAME).remove()
-    _remove(target)
+    remove_keys(target)
 
 
-def _remove(path: RemotePath) -> None:
+def remove_keys(path: RemotePath) -> None:
     """Remove keys that nothing refers to any more; what cannot be removed is logged."""
     try:
         path.remove()

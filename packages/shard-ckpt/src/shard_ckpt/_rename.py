@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from shard_ckpt._state import Leaf
-
-Rename = Mapping[str, str] | Callable[[str], str]
-"""From a template's names to the checkpoint's."""
-
-
-def stored_name(name: str, rename: Rename | None) -> str:
-    """Return what the checkpoint calls a tensor that the template calls ``name``.
-
-    Optimizer state goes with its parameter: renaming ``w`` to ``v`` takes ``w#exp_avg`` to
-    ``v#exp_avg``. Names that a mapping lacks stay. Local.
-
-    Raises:
-        TypeError: ``rename`` gave something that is no string.
-    """
-    if rename is None:
-        return name
-    owner, mark, slot = name.partition("#")
-    new = rename.get(owner, owner) if isinstance(rename, Mapping) else rename(owner)
-    if not isinstance(new, str):
-        raise TypeError(f"rename: expected a str for {owner!r}, got {new!r}")
-    return f"{new}{mark}{slot}"
+from shard_ckpt._leaf import Leaf
 
 
 def check_patterns(only: Sequence[str] | None, leaves: Iterable[Leaf]) -> None:
@@ -55,20 +34,19 @@ def is_picked(label: str, only: Sequence[str] | None) -> bool:
     return only is None or any(fnmatchcase(label, pattern) for pattern in only)
 
 
-def with_template_names(values: Any, leaves: Iterable[Leaf], rename: Rename | None) -> Any:
+def with_template_names(values: Any, pairs: Iterable[tuple[str, str]]) -> Any:
     """Give the state of optimizers, as stored, the template's parameter names. Local.
 
     Args:
         values: the structure that was stored.
-        leaves: the template's tensors.
-        rename: as for ``load``.
+        pairs: of the template's tensors, their name there and the stored one.
     """
-    if rename is None:
-        return values
+    owners = {(name.partition("#")[0], stored.partition("#")[0]) for name, stored in pairs}
     names: dict[str, str] = {}
-    for leaf in leaves:
-        owner = leaf.name.partition("#")[0]
-        names.setdefault(stored_name(owner, rename), owner)
+    for owner, stored in sorted(owners, key=lambda pair: (pair[0] != pair[1], pair)):
+        names.setdefault(stored, owner)
+    if all(owner == stored for stored, owner in names.items()):
+        return values
     return _renamed(values, names)
 
 

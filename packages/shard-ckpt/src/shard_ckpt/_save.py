@@ -8,6 +8,7 @@ from typing import Any
 
 from shard_ckpt._agree import attempt
 from shard_ckpt._commit import commit, prepare
+from shard_ckpt._naming import Rename
 from shard_comm import Comm
 
 
@@ -16,6 +17,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     comm: Comm,
+    rename: Rename | None = None,
     timeout_s: float | None = None,
 ) -> None:
     """Save a state so that any number of ranks can load it.
@@ -28,12 +30,14 @@ def save(
             and shapes on every rank.
         path: the folder to make. It must not exist; folders above it are made.
         comm: the ranks that hold the state.
+        rename: what to call tensors in the checkpoint where not as in the state: a mapping, a
+            function, or a ``Naming`` of wrappers and ties, as for ``load``.
         timeout_s: how long a rank waits for the slowest one, at each of three exchanges; the
             comm's own timeout by default.
 
     Raises:
-        ValueError: two tensors share a name, a name cannot be used, or the ranks differ in what
-            they hold.
+        ValueError: two tensors share a name, a name cannot be used, tensors that are declared to be
+            one are not, or the ranks differ in what they hold.
         TypeError: something that cannot be stored.
         FileExistsError: ``path`` exists.
         OSError: a rank could not write. Any error of one rank is raised on all, and nothing is
@@ -43,5 +47,5 @@ def save(
     **Memory**: none that grows with the state; a copy of one tensor at a time where tensors are
     not contiguous; 32 MiB of pinned memory per device other than the CPU.
     """
-    prepared = attempt(lambda: prepare(state, comm=comm))
+    prepared = attempt(lambda: prepare(state, comm=comm, rename=rename))
     commit(prepared, path, comm=comm, timeout_s=timeout_s)

@@ -11,9 +11,9 @@ import torch
 from shard_ckpt._commit import Prepared
 from shard_ckpt._files import order_entries, pieces_of
 from shard_ckpt._index import TensorId
+from shard_ckpt._leaf import Leaf
 from shard_ckpt._memory import joined_runs
 from shard_ckpt._plan import Entry, Holdings, Share, plan_entries
-from shard_ckpt._state import Leaf
 from shard_comm import Comm
 
 _ALIGNMENT = 4096
@@ -56,7 +56,7 @@ class Staging:
             holdings,
             rank=comm.rank,
             world_size=comm.size,
-            shares={shards: Share(0, 1) for shards in holdings.pieces},  # told apart when written
+            shares={group: Share(0, 1) for group in holdings.pieces},  # told apart when written
         )
         sections = order_entries(entries)
         starts = {}
@@ -131,7 +131,7 @@ def _replaced(prepared: Prepared, copies: Mapping[TensorId, Leaf]) -> Prepared:
     old = prepared.holdings
     holdings = Holdings(
         tuple(map(stand_in, old.whole)),
-        {shards: tuple(map(stand_in, leaves)) for shards, leaves in old.pieces.items()},
+        {group: tuple(map(stand_in, leaves)) for group, leaves in old.pieces.items()},
         {owner: tuple(map(stand_in, leaves)) for owner, leaves in old.ties.items()},
     )
     return replace(prepared, leaves=list(map(stand_in, prepared.leaves)), holdings=holdings)

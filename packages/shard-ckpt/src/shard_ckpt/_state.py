@@ -2,100 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from shard_ckpt._collector import collector_paused
-from shard_ckpt._dtypes import dtype_name
-from shard_ckpt._header import METADATA_KEY
-from shard_ckpt._memory import is_flat
+from shard_ckpt._leaf import Leaf, leaf_of
+from shard_ckpt._naming import Rename, stored_name
 from shard_ckpt._values import PerRank, PerRankRef, TensorRef
-from shard_flat import Outer, ShardTensor
 
 _MAX_SECTION_BYTES = 160
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One tensor of a state, as one rank sees it.
-
-    Attributes:
-        section: top-level key of the state.
-        name: its name within the section.
-        tensor: the whole tensor, or the elements ``[start, stop)`` of a sharded one; detached.
-        shape: global shape.
-        start: first element of the flattened tensor that ``tensor`` holds.
-        stop: one past the last.
-        shards: over how many ranks it is cut; None where every rank has it whole.
-        source: the tensor that the state holds.
-        outer: the DTensor whose flattened local part ``start`` and ``stop`` count in, if any.
-    """
-
-    section: str
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    shards: int | None
-    source: torch.Tensor
-    outer: Outer | None = None
-
-    @property
-    def id(self) -> tuple[str, str]:
-        """Section and name: what no two tensors of a checkpoint share."""
-        return self.section, self.name
-
-    @property
-    def label(self) -> str:
-        """What errors call it."""
-        return f"{self.section}: {self.name}"
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole tensor."""
-        return math.prod(self.shape)
-
-    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yield where elements ``[first, last)`` of ``tensor`` lie in the whole one. Local.
-
-        Returns:
-            ``(start, stop, at)``: the elements ``[start, stop)`` of the flattened whole tensor are
-            those of ``tensor`` from ``at`` on.
-        """
-        if self.outer is None:
-            yield self.start + first, self.start + last, first
-            return
-        at = first
-        for start, stop in self.outer.runs(self.start + first, self.start + last):
-            yield start, stop, at
-            at += stop - start
-
-    @property
-    def dtype(self) -> str:
-        """Its dtype as safetensors spells it."""
-        name = dtype_name(self.tensor.dtype)
-        if name is None:
-            raise AssertionError(f"{self.label}: dtype {self.tensor.dtype} was let through")
-        return name
-
-    @property
-    def alias_key(self) -> tuple[object, ...] | None:
-        """Equal for tensors that are the same elements of the same memory; None for no memory."""
-        tensor = self.tensor
-        if tensor.numel() == 0:
-            return None
-        where = (tensor.device, tensor.data_ptr(), tensor.dtype, self.start, self.stop, self.numel)
-        if self.outer is not None:
-            return (*where, self.shards, self.outer.offsets)
-        if is_flat(tensor):
-            return (*where, self.shards)
-        return (*where, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 @dataclass
@@ -115,7 +33,7 @@ class FlatState:
 
 
 @collector_paused()
-def flatten(state: Mapping[str, Any]) -> FlatState:
+def flatten(state: Mapping[str, Any], *, rename: Rename | None = None) -> FlatState:
     """Take a state apart. Local.
 
     Components of a path are joined by ``.``, except that a mapping with the keys ``state`` and
@@ -125,18 +43,22 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
         {"optim": {"state": {"embed.weight": {"exp_avg": t}},
                    "param_groups": []}}                         optim: embed.weight#exp_avg
 
+    Args:
+        state: sections.
+        rename: other names for tensors; those that get one stand at the top of their section in
+            the structure, and an optimizer's parameters under their new names.
+
     Raises:
         TypeError: the state, a key or a tensor is of a kind that cannot be stored.
         ValueError: two tensors would have one name, or a name cannot be used.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state: expected a mapping of sections, got {type(state).__name__}")
-    walker = _Walker()
+    walker = _Walker(rename)
     for key, value in state.items():
         if type(key) is not str:
             raise TypeError(f"state: expected sections of type str, got {key!r}")
-        walker.section = key
-        walker.flat.values[key] = walker.walk(value, name=None, prefix="", path=f"[{key!r}]")
+        walker.enter(key, value)
     walker.flat.leaves.sort(key=lambda leaf: leaf.id)
     return walker.flat
 
@@ -144,10 +66,24 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
 class _Walker:
     """Carries the section and what was found through the recursion."""
 
-    def __init__(self) -> None:
+    def __init__(self, rename: Rename | None) -> None:
         self.flat = FlatState()
         self.section = ""
+        self._rename = rename
         self._paths: dict[tuple[str, str], str] = {}
+        self._moved: dict[str, TensorRef] = {}
+        self._lists = 0
+
+    def enter(self, section: str, value: Any) -> None:
+        """Take a section apart."""
+        self.section = section
+        self._moved = {}
+        values = self.walk(value, name=None, prefix="", path=f"[{section!r}]")
+        for name, ref in self._moved.items():
+            if name in values:
+                raise ValueError(f"{section}: {name} is a tensor's new name, and a value is there")
+            values[name] = ref
+        self.flat.values[section] = values
 
     def walk(self, node: Any, *, name: str | None, prefix: str, path: str) -> Any:
         """Return ``node`` with stand-ins; ``prefix`` is what its children's names begin with."""
@@ -161,7 +97,9 @@ class _Walker:
                 return self._optimizer(node, prefix, path)
             return self._children(node, prefix, path)
         if type(node) in (list, tuple):
+            self._lists += 1
             children = self._children(dict(enumerate(node)), prefix, path)
+            self._lists -= 1
             return type(node)(children.values())
         return node
 
@@ -169,7 +107,12 @@ class _Walker:
         result = {}
         for key, value in node.items():
             name = f"{prefix}{key}"
-            result[key] = self.walk(value, name=name, prefix=f"{name}.", path=f"{path}[{key!r}]")
+            moved = len(self._moved)
+            found = self.walk(value, name=name, prefix=f"{name}.", path=f"{path}[{key!r}]")
+            if isinstance(found, TensorRef) and found.name != name and not self._lists:
+                self._moved[found.name] = found
+            elif len(self._moved) == moved or found:  # else nothing is left of it
+                result[key] = found
         return result
 
     def _optimizer(self, node: Mapping[Any, Any], prefix: str, path: str) -> dict[Any, Any]:
@@ -178,10 +121,12 @@ class _Walker:
             here = f"{path}[{key!r}]"
             if key != "state":
                 name = f"{prefix}{key}"
-                result[key] = self.walk(value, name=name, prefix=f"{name}.", path=here)
+                found = self.walk(value, name=name, prefix=f"{name}.", path=here)
+                result[key] = self._groups(found, prefix) if key == "param_groups" else found
                 continue
+            self._lists += 1  # slots stay with their parameter
             result[key] = {
-                owner: self.walk(
+                self._owner(owner, prefix): self.walk(
                     slots,
                     name=f"{prefix}{owner}#",
                     prefix=f"{prefix}{owner}#",
@@ -189,7 +134,25 @@ class _Walker:
                 )
                 for owner, slots in value.items()
             }
+            self._lists -= 1
         return result
+
+    def _owner(self, owner: Any, prefix: str) -> Any:
+        """Return the new name of a parameter in an optimizer below ``prefix``."""
+        if self._rename is None or type(owner) is not str:
+            return owner
+        return stored_name(f"{prefix}{owner}", self._rename).removeprefix(prefix)
+
+    def _groups(self, groups: Any, prefix: str) -> Any:
+        """Return an optimizer's groups with the new names of parameters."""
+        if self._rename is None or not isinstance(groups, list):
+            return groups
+        return [
+            {**group, "params": [self._owner(name, prefix) for name in group["params"]]}
+            if isinstance(group, dict) and isinstance(group.get("params"), list)
+            else group
+            for group in groups
+        ]
 
     def _tensor(self, tensor: torch.Tensor, name: str | None, path: str) -> TensorRef:
         if name is None:
@@ -198,8 +161,8 @@ class _Walker:
                 f'{{"model": {{{self.section!r}: tensor}}}}'
             )
         _check_section(self.section)
-        leaf = _leaf(tensor, self.section, name)
-        _check_name(leaf)
+        name = stored_name(name, self._rename)
+        leaf = leaf_of(tensor, self.section, name)
         taken = self._paths.setdefault(leaf.id, path)
         if taken != path:
             raise ValueError(
@@ -210,41 +173,6 @@ class _Walker:
         return TensorRef(self.section, name)
 
 
-def _leaf(tensor: torch.Tensor, section: str, name: str) -> Leaf:
-    label = f"{section}: {name}"
-    if isinstance(tensor, ShardTensor):
-        spec = tensor.spec
-        leaf = Leaf(
-            section,
-            name,
-            tensor=tensor.local.detach(),
-            shape=spec.global_shape,
-            start=spec.start,
-            stop=spec.stop,
-            shards=math.prod(comm.size for comm in tensor.comms),
-            source=tensor,
-            outer=spec.outer,
-        )
-    elif isinstance(tensor, DTensor):
-        raise TypeError(
-            f"{label}: expected a plain tensor or a ShardTensor, got a DTensor placed as "
-            f"{tensor.placements}; store full_tensor() or a ShardTensor"
-        )
-    else:
-        shape = tuple(tensor.shape)
-        leaf = Leaf(section, name, tensor.detach(), shape, 0, tensor.numel(), None, tensor)
-    held = leaf.tensor
-    if held.layout != torch.strided or held.is_quantized:
-        raise TypeError(f"{label}: expected a dense tensor, got layout {held.layout}")
-    if dtype_name(held.dtype) is None:
-        raise TypeError(f"{label}: safetensors has no dtype for {held.dtype}; convert the tensor")
-    if held.is_meta:
-        raise TypeError(f"{label}: a meta tensor has no elements; materialise it first")
-    if held.numel() > 0 and held.untyped_storage().data_ptr() == 0:
-        raise TypeError(f"{label}: {type(tensor).__name__} has no memory of its own to store")
-    return leaf
-
-
 def _check_section(section: str) -> None:
     bad = not section or section.startswith(".") or "/" in section or not section.isprintable()
     if bad or len(section.encode("utf-8", "replace")) > _MAX_SECTION_BYTES:
@@ -252,12 +180,3 @@ def _check_section(section: str) -> None:
             f"state[{section!r}]: a section with tensors names files, so it must be printable, at "
             f"most {_MAX_SECTION_BYTES} bytes, without '/' and not begin with '.'"
         )
-
-
-def _check_name(leaf: Leaf) -> None:
-    if leaf.name in ("", METADATA_KEY):
-        raise ValueError(f"state[{leaf.section!r}]: a tensor cannot be called {leaf.name!r}")
-    try:
-        leaf.name.encode("utf-8")
-    except UnicodeEncodeError as exc:
-        raise ValueError(f"{leaf.label!r}: the name has no UTF-8 form ({exc})") from exc

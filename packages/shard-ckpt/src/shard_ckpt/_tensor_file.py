@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import NamedTuple
 
+from shard_ckpt._blocks import read_exactly
+from shard_ckpt._errors import CheckpointError
 from shard_ckpt._header import Header, header_length, parse_header
 from shard_ckpt._index import Range, TensorRecord
+from shard_ckpt._open import open_to_read
+from shard_ckpt._places import Place
 
 
 class TensorFile(NamedTuple):
@@ -18,17 +20,21 @@ class TensorFile(NamedTuple):
     header: Header
 
 
-def read_tensor_file(path: Path) -> TensorFile:
+def read_tensor_file(path: Place) -> TensorFile:
     """Read the header of a safetensors file. Local.
 
     Raises:
         FileNotFoundError: there is none.
         CheckpointError: it is not a valid safetensors file.
     """
-    with open(path, "rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        length = header_length(file.read(8), file_bytes=nbytes, label=str(path))
-        header = parse_header(file.read(length), file_bytes=nbytes, label=str(path))
+    label = str(path)
+    with open_to_read(path) as (file, nbytes):
+        prefix = bytearray(min(8, nbytes))
+        whole = read_exactly(file, [memoryview(prefix)], offset=0)
+        text = bytearray(header_length(bytes(prefix), file_bytes=nbytes, label=label))
+        if not whole or not read_exactly(file, [memoryview(text)], offset=8):
+            raise CheckpointError(f"{path}: got shorter while it was being read")
+        header = parse_header(bytes(text), file_bytes=nbytes, label=label)
     return TensorFile(path.name, nbytes, header)
 
 

@@ -35,8 +35,31 @@ class PerRank:
 class RankValues(list[Any]):
     """What every saving rank stored under one ``PerRank``, in rank order.
 
-    ``load`` returns it in the value's place where the number of ranks has changed.
+    ``load`` returns it in the value's place where the number of ranks has changed. ``deal`` gives
+    each of the new ranks its part.
     """
+
+    def deal(self, rank: int, size: int) -> list[Any]:
+        """Return the values that one of the new ranks takes over. Local.
+
+        Runs of saving ranks go to the new ranks in order, as evenly as they can, each to exactly
+        one. What 5 ranks stored goes to 2 ranks, and what 2 stored to 3, as::
+
+            0 1 | 2 3 4
+            | 0 | 1
+
+        A rank that gets none has to start anew: from a seed of its own, say.
+
+        Args:
+            rank: the new rank.
+            size: how many there are.
+
+        Raises:
+            ValueError: ``rank`` is not one of ``size``.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank: expected one of {size} ranks, got {rank}")
+        return self[len(self) * rank // size : len(self) * (rank + 1) // size]
 
 
 @dataclass(frozen=True)

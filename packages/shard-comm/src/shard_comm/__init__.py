@@ -4,6 +4,7 @@ from shard_comm._call_entry import CallEntry
 from shard_comm._checked import Checked
 from shard_comm._comm import Comm, Work
 from shard_comm._group import GroupComm
+from shard_comm._hierarchical import HierarchicalComm
 from shard_comm._pick import comm_for
 from shard_comm._plan import PlanComm
 from shard_comm._quantized import Quantized
@@ -21,6 +22,7 @@ __all__ = [
     "Checked",
     "Comm",
     "GroupComm",
+    "HierarchicalComm",
     "HostStaged",
     "OpRecord",
     "PlanComm",

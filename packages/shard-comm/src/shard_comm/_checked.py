@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any
 
@@ -50,6 +50,7 @@ class Checked(Wrapper):
 
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)
+        self.reads_own = inner.reads_own
         self._calls = 0
         self._kept: deque[CallEntry] = deque(maxlen=KEPT)
         self._digest = torch.zeros(1, dtype=torch.int64, device=inner.device)
@@ -62,6 +63,10 @@ class Checked(Wrapper):
             if entry.state in ("checking", "running"):
                 entry.turn(entry.state)
         return list(self._kept)
+
+    def coalesced(self) -> AbstractContextManager[None]:
+        """Change nothing: each collective is compared, and so started, by itself. Local."""
+        return nullcontext()
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it."""
@@ -144,6 +149,20 @@ class Checked(Wrapper):
     ) -> Work:
         def go() -> Work:
             return self.inner._sum_scatter(out, inp, divisor, timeout_s)
+
+        return self._run("reduce_scatter sum", inp, timeout_s, go)
+
+    def _sum_parts(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        divisor: int,
+        donated: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        def go() -> Work:
+            return self.inner._sum_parts(out, inp, own, divisor, donated, timeout_s)
 
         return self._run("reduce_scatter sum", inp, timeout_s, go)
 

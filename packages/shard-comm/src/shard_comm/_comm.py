@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,10 +64,14 @@ class Comm(ABC):
         timeout_s: seconds after which a wait raises.
         closed: whether ``close()`` was called.
         process_group: torch.distributed's, of the same ranks, if the comm was made from one.
+        reads_own: whether ``reduce_scatter`` reads ``own`` where it lies; elsewhere it is copied.
     """
 
     closed = False
+    reads_own = False
     process_group: dist.ProcessGroup | None = None
+    # Made on the way to this comm and held by nobody else.
+    _made: Comm | None = None
 
     def __init__(self, rank: int, size: int, *, device: torch.device, timeout_s: float) -> None:
         if not 0 <= rank < size:
@@ -94,6 +99,23 @@ class Comm(ABC):
         Calling it again does nothing. A wrapper closes the comm inside.
         """
         self.closed = True
+        if self._made is not None:
+            self._made.close()
+
+    def coalesced(self) -> AbstractContextManager[None]:
+        """Start the collectives called inside together, where the transport can.
+
+        Call them with ``async_op`` and wait after the block; elsewhere they start at once. Over
+        NCCL it is one launch, as for the groups of a unit that are gathered together::
+
+            with comm.coalesced():
+                works = [comm.all_gather(out, inp, async_op=True) for out, inp in pairs]
+            for work in works:
+                work.wait()
+
+        **Collective**: all ranks call the same collectives inside.
+        """
+        return nullcontext()
 
     def shared(self, numel: int, dtype: torch.dtype, *, name: str = "") -> SharedArray | None:
         """Return one array that all ranks map; None where the transport has none.
@@ -156,6 +178,7 @@ class Comm(ABC):
         *,
         op: str = "sum",
         sum_dtype: torch.dtype | None = None,
+        own: Sequence[torch.Tensor] | None = None,
         async_op: bool = False,
         timeout_s: float | None = None,
         name: str = "",
@@ -170,6 +193,11 @@ class Comm(ABC):
                 fixed tree over ranks where the transport lets us choose.
             sum_dtype: add in this dtype, in the fixed tree on every transport, and round once;
                 ``inp``'s dtype travels. By default contributions are added in their own dtype.
+            own: this rank's contribution to its own slice, in place of that slice of ``inp``:
+                flat tensors of ``inp``'s dtype that make up ``[n]`` one after another. They may
+                be views of that slice, and are left as they are where ``reads_own``. With it,
+                ``inp`` is given away: who does not write to it again need not wait until all
+                others have read it.
             async_op: return at once; wait with the returned work.
             timeout_s: seconds after which the wait raises.
             name: what is moved, for errors.
@@ -187,15 +215,25 @@ class Comm(ABC):
         self._check_apart("reduce_scatter", out, inp)
         how = Reduction(op, sum_dtype, self.size)
         how.check("reduce_scatter", inp, out, where=self._where)
+        mine = inp.view(self.size, out.numel())[self.rank]
+        direct = self.reads_own and op in ("sum", "mean")
+        if own is not None:
+            self._check_own(own, out, inp)
+            if not direct:
+                _fill(mine, own)
         with noted(name, how.detail):
             total = how.total(out)
-            if sum_dtype is not None:
+            if direct:
+                parts, donated = ([mine], False) if own is None else (own, True)
+                divisor = self.size if op == "mean" else 1
+                work = self._sum_parts(total, inp, parts, divisor, donated, timeout_s)
+            elif sum_dtype is not None:
                 work = self._sum_scatter(total, inp, how.divisor, timeout_s)
             else:
                 if how.divisor > 1:
                     inp.div_(how.divisor)
                 work = self._reduce_scatter(out, inp, how.inner, timeout_s)
-            return self._end(Work(how.finish(work.wait, total, out)), async_op)
+            return self._end(Work(how.finish(work.wait, total, out, divided=direct)), async_op)
 
     @torch.no_grad()
     def all_reduce(
@@ -392,6 +430,21 @@ class Comm(ABC):
 
         return Work(finish)
 
+    def _sum_parts(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        divisor: int,
+        donated: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        """Add slices of ``inp``, this rank's as in ``own``, in ``out``'s dtype; divide the sum.
+
+        Only called where ``reads_own``.
+        """
+        raise NotImplementedError
+
     def _sum_all(
         self, out: torch.Tensor, flat: torch.Tensor, divisor: int, timeout_s: float | None
     ) -> Work:
@@ -461,6 +514,27 @@ class Comm(ABC):
                     f"{op}: expected a tensor on {self.device}, got one on {tensor.device} {where}"
                 )
 
+    def _check_own(self, own: Sequence[torch.Tensor], out: torch.Tensor, inp: torch.Tensor) -> None:
+        numel = sum(part.numel() for part in own)
+        if numel != out.numel():
+            raise ValueError(
+                f"reduce_scatter: expected own to have {out.numel()} elements in all, got {numel} "
+                f"{self._where}"
+            )
+        for part in own:
+            if part.ndim != 1 or not part.is_contiguous() or part.dtype != inp.dtype:
+                raise ValueError(
+                    f"reduce_scatter: expected own to be contiguous tensors [n] of {inp.dtype}, "
+                    f"got {part.dtype} of shape {list(part.shape)}, strides {part.stride()} "
+                    f"{self._where}"
+                )
+            if not self._serves(part.device):
+                raise ValueError(
+                    f"reduce_scatter: expected own on {self.device}, got a tensor on "
+                    f"{part.device} {self._where}"
+                )
+            self._check_apart("reduce_scatter", out, part)
+
     def _serves(self, device: torch.device) -> bool:
         mine = self.device
         return mine.type == device.type and mine.index in (None, device.index)
@@ -475,3 +549,13 @@ class Comm(ABC):
                 f"{op}: out and inp overlap in memory {self._where}; pass a tensor of its own for "
                 f"one of them"
             )
+
+
+def _fill(row: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy joined parts into ``row``, but for those that are there."""
+    start = 0
+    for part in parts:
+        place = row[start : start + part.numel()]
+        if place.data_ptr() != part.data_ptr():
+            place.copy_(part)
+        start += part.numel()

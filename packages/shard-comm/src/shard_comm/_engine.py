@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -38,6 +38,8 @@ class Engine:
         rank: this rank.
         size: number of ranks.
         timeout_s: how long to wait for ranks that are too far behind to begin.
+        numbers: what messages call the ranks, where these are some of a larger group.
+        whole: number of ranks of that group.
 
     Attributes:
         file: the file.
@@ -47,7 +49,16 @@ class Engine:
         size: number of ranks.
     """
 
-    def __init__(self, file: SharedFile, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        file: SharedFile,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        numbers: Sequence[int] | None = None,
+        whole: int | None = None,
+    ) -> None:
         self.file = file
         self.board = Board(file, rank, size)
         start = PAGE + Board.nbytes(size) + rank * _ARENA_BYTES
@@ -55,6 +66,8 @@ class Engine:
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
+        self._numbers = list(range(size)) if numbers is None else list(numbers)
+        self._me = f"rank {self._numbers[rank]} of {size if whole is None else whole}"
         self._windows = Windows(file)
         self._crowded = True
         self._spins = 0
@@ -176,14 +189,14 @@ class Engine:
         except StopIteration as stop:
             if turn.exposed:  # who gave up may have written what was read here
                 for reason in self.board.last_words().values():
-                    raise self._failure(reason) from None
+                    raise self.failure(reason) from None
             turn.body = None
             del self._under_way[turn.seq]
             if stop.value is not None:
                 self._lent.append((turn.seq, stop.value))
         except BaseException as error:  # the others wait for what this rank leaves undone
-            reason = f"{turn.call} failed on rank {self.rank} of {self.size}: {error!r}"
-            failure = self._failure(reason)
+            reason = f"{turn.call} failed on {self._me}: {error!r}"
+            failure = self.failure(reason)
             if isinstance(error, Exception):
                 raise failure from error
             raise
@@ -195,8 +208,10 @@ class Engine:
 
     def _compare(self, seq: int, call: Call) -> None:
         if not self.board.agrees(seq, call):
-            said = ", ".join(f"rank {r} calls {self.board.call(r, seq)}" for r in range(self.size))
-            raise self._failure(f"ranks call different collectives: {said}")
+            said = ", ".join(
+                f"rank {self._numbers[r]} calls {self.board.call(r, seq)}" for r in range(self.size)
+            )
+            raise self.failure(f"ranks call different collectives: {said}")
 
     def wait(
         self,
@@ -219,7 +234,7 @@ class Engine:
             look_s = waited_s + _LOOK_S
             problem = self._problem(behind(), what, waited_s, limit_s)
             if problem is not None and not done():
-                raise self._failure(problem)
+                raise self.failure(problem)
 
     def _problem(
         self, missing: list[int], what: str, waited_s: float, limit_s: float
@@ -229,17 +244,21 @@ class Engine:
             return self._broken
         for reason in self.board.last_words().values():
             return reason
-        here = f"{what} on rank {self.rank} of {self.size}"
-        arrived = [rank for rank in range(self.size) if rank not in missing]
+        here = f"{what} on {self._me}"
+        number = self._numbers
+        arrived = [number[rank] for rank in range(self.size) if rank not in missing]
         gone = [rank for rank in missing if not self.file.is_alive(rank)]
         if gone:
-            names = ", ".join(f"rank {rank} (process {self.board.pid(rank)})" for rank in gone)
+            names = ", ".join(
+                f"rank {number[rank]} (process {self.board.pid(rank)})" for rank in gone
+            )
             return (
                 f"{here}: {names} is gone: it died, exited or let go of the comm; ranks "
                 f"{arrived} had arrived"
             )
         if waited_s >= limit_s:
-            return f"{here} waited {limit_s:g} s for ranks {missing}; ranks {arrived} had arrived"
+            awaited = [number[rank] for rank in missing]
+            return f"{here} waited {limit_s:g} s for ranks {awaited}; ranks {arrived} had arrived"
         return None
 
     def check(self) -> None:
@@ -247,7 +266,13 @@ class Engine:
         if self._broken is not None:
             raise RuntimeError(self._broken)
 
-    def _failure(self, reason: str) -> RuntimeError:
+    def listen(self) -> None:
+        """Raise if a rank has given up, here or elsewhere."""
+        self.check()
+        for reason in self.board.last_words().values():
+            raise self.failure(reason)
+
+    def failure(self, reason: str) -> RuntimeError:
         """Break the group for this reason, unless it is broken; return the error to raise."""
         if self._broken is None:
             self._broken = reason
@@ -266,9 +291,7 @@ class Engine:
 
     def _leave_to_parent(self) -> None:
         """After a fork, in the child."""
-        self._broken = (
-            f"this process was forked from rank {self.rank} of {self.size}, and is no rank itself"
-        )
+        self._broken = f"this process was forked from {self._me}, and is no rank itself"
         self._lock = threading.RLock()
         self.file.close()
 

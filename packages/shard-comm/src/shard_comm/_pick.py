@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_comm._comm import Comm
 from shard_comm._group import GroupComm, backends_of
-from shard_comm._shared_file import NoSharedMemoryError, host_name
-from shard_comm._shared_memory import SharedMemoryComm
+from shard_comm._hierarchical import through_memory
 from shard_comm._solo import SoloComm
 from shard_comm._staged import HostStaged
 
 logger = logging.getLogger("shard_comm")
 
 # A comm holds its group, so a group lives no longer than the last comm of it.
-_Key = tuple[dist.ProcessGroup, torch.device, bool]
+_Key = tuple[dist.ProcessGroup, torch.device, bool, bool]
 _comms: WeakValueDictionary[_Key, Comm] = WeakValueDictionary()
 
 
@@ -29,6 +28,7 @@ def comm_for(
     *,
     device: torch.device | str | None = None,
     shared_memory: bool = True,
+    separate_reductions: bool = False,
 ) -> Comm:
     """Return the comm for a mesh, a process group, or the whole world.
 
@@ -37,11 +37,15 @@ def comm_for(
             default group. Without an initialised default group, None is one rank.
         device: where tensors live; by default what the group's backend serves.
         shared_memory: whether ranks of one host may use their memory; the same on all ranks.
+        separate_reductions: whether reductions of a GroupComm go through a process group of their
+            own, which is made for it, so that gathers and reductions need not wait for each other
+            (on NCCL, a second communicator); the same on all ranks.
 
     Returns:
-        A SoloComm for one rank; a SharedMemoryComm for CPU tensors where all ranks are on one
-        host and can open memory of one another; else a GroupComm, through host memory where the
-        backend does not serve the device. The same group gives the same comm.
+        A SoloComm for one rank. For CPU tensors a SharedMemoryComm where all ranks are on one
+        host, a HierarchicalComm where they are on several and some share one, if ranks of a host
+        can open memory of one another. Else a GroupComm, through host memory where the backend
+        does not serve the device. The same group gives the same comm.
 
     Raises:
         ValueError: the mesh has more than one dimension, or this process is not part of the mesh
@@ -50,8 +54,8 @@ def comm_for(
             environment says that there are several ranks.
         TypeError: something else was given.
 
-    **Collective**: the first call for a group and the CPU, where the ranks find out whether
-    they share a host. All else is local.
+    **Collective**: the first call for a group and the CPU, where the ranks find out who
+    shares a host, and the first one with ``separate_reductions``. All else is local.
     """
     if isinstance(mesh_or_group, Comm):
         return mesh_or_group
@@ -90,30 +94,38 @@ def comm_for(
     place = _with_index(device or ("cuda" if backends.get("cuda") == "nccl" else "cpu"))
     if dist.get_world_size(group) == 1:
         return SoloComm(place)
-    key = (group, place, shared_memory)
+    key = (group, place, shared_memory, separate_reductions)
     comm = _comms.get(key)
     if comm is None or comm.closed:
-        if place.type not in backends and "cpu" in backends:
-            logger.warning("no backend of the group serves %s: staging through the host", place)
-            comm = HostStaged(GroupComm(group, device="cpu"), place)
-        else:
-            comm = GroupComm(group, device=place)
-            if shared_memory and place.type == "cpu":
-                comm = _through_memory(comm)
-        _comms[key] = comm
+        comm = _comms[key] = _make(
+            group, place, shared_memory=shared_memory, separate_reductions=separate_reductions
+        )
     return comm
 
 
-def _through_memory(comm: GroupComm) -> Comm:
-    """Return a comm through memory if the ranks share a host, else the same comm. Collective."""
-    if len(set(comm.all_gather_object(host_name()))) > 1:
-        return comm
-    try:
-        return SharedMemoryComm.join(comm)
-    except NoSharedMemoryError as error:
-        if comm.rank == 0:
-            logger.warning("%d ranks of one host go through Gloo: %s", comm.size, error)
-        return comm
+def _make(
+    group: dist.ProcessGroup,
+    place: torch.device,
+    *,
+    shared_memory: bool,
+    separate_reductions: bool,
+) -> Comm:
+    backends = backends_of(group)
+    staged = place.type not in backends and "cpu" in backends
+    comm = GroupComm(group, device="cpu" if staged else place)
+    if shared_memory and not staged and place.type == "cpu":
+        found = through_memory(comm)
+        if found is not comm:
+            return found
+    if separate_reductions:
+        other = comm.split(0)
+        assert isinstance(other, GroupComm)
+        comm._set_reducing(other)
+        comm._made = other
+    if staged:
+        logger.warning("no backend of the group serves %s: staging through the host", place)
+        return HostStaged(comm, place)
+    return comm
 
 
 def _with_index(device: torch.device | str) -> torch.device:

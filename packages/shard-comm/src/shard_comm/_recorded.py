@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,7 @@ class Recorded(Wrapper):
 
     def __init__(self, inner: Comm) -> None:
         super().__init__(inner)
+        self.reads_own = inner.reads_own
         self.records: defaultdict[str, OpRecord] = defaultdict(OpRecord)
 
     def reset(self) -> None:
@@ -115,6 +117,19 @@ class Recorded(Wrapper):
     ) -> Work:
         began = time.perf_counter()
         work = self.inner._sum_scatter(out, inp, divisor, timeout_s)
+        return self._count("reduce_scatter", inp.nbytes, work, began)
+
+    def _sum_parts(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        divisor: int,
+        donated: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        began = time.perf_counter()
+        work = self.inner._sum_parts(out, inp, own, divisor, donated, timeout_s)
         return self._count("reduce_scatter", inp.nbytes, work, began)
 
     def _sum_all(

@@ -89,10 +89,15 @@ class Reduction:
         return out.new_empty(out.shape, dtype=self.sum_dtype)
 
     def finish(
-        self, wait: Callable[[], None], total: torch.Tensor, out: torch.Tensor
+        self,
+        wait: Callable[[], None],
+        total: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        divided: bool = False,
     ) -> Callable[[], None]:
         """Return what waits for the total, divides it for a mean and rounds it to ``out``."""
-        divides = self.op == "mean" and self.size > 1
+        divides = self.op == "mean" and self.size > 1 and not divided
         if not divides and total is out:
             return wait
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ GRACE_S = SLOW_S + 0.5
 """How long a rank whose wait failed listens for the others; they speak within ``SLOW_S``."""
 _ANSWER_S = 1.0
 _AGAIN_S = 0.1
+_END = "end"
 
 _rolls: WeakKeyDictionary[dist.ProcessGroup, Roll] = WeakKeyDictionary()
 
@@ -76,6 +78,15 @@ class Roll:
         came = {rank for rank, latest in zip(wrote, calls, strict=True) if int(latest) >= call}
         return [rank for rank in range(self.size) if rank not in came]
 
+    def end(self, reason: str) -> None:
+        """Tell the store that this rank comes to no more calls, and why, if it answers. Local."""
+        with contextlib.suppress(RuntimeError):  # nobody is there to read it either
+            self.store.set(_END, reason)
+
+    def ended(self) -> str:
+        """Return why a rank comes to no more calls, if one has said so. Local."""
+        return self.store.get(_END).decode() if self.store.check([_END]) else ""
+
     def _wrote(self, ranks: Sequence[int]) -> list[int]:
         """Which ranks have a key; a few questions if that is most of them."""
         if self.store.check([str(rank) for rank in ranks]):
@@ -94,10 +105,16 @@ class Inquiry(threading.Thread):
     Args:
         roll: of the group.
         call: the number of the collective that is slow.
+        listening: whether to ask meanwhile for a rank that comes to no more calls.
+
+    Attributes:
+        heard: why one does not, once that is known.
     """
 
-    def __init__(self, roll: Roll, call: int) -> None:
+    def __init__(self, roll: Roll, call: int, *, listening: bool = False) -> None:
         super().__init__(name=f"shard-comm-call-{call}", daemon=True)
+        self.heard = ""
+        self._listening = listening
         self._roll = roll
         self._call = call
         self._over = threading.Event()
@@ -109,7 +126,8 @@ class Inquiry(threading.Thread):
         """Write, wait for the end of the collective, and ask if it was a bad one."""
         try:
             self._roll.write(self._call)
-            self._over.wait()
+            while not self._over.wait(SLOW_S if self._listening else None):
+                self.heard = self._roll.ended()
             until = time.monotonic() + GRACE_S
             while self._failed and self._missing != []:
                 self._missing = self._roll.missing(self._call)

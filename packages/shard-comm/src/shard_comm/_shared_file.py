@@ -8,7 +8,7 @@ import secrets
 import stat
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,12 +107,22 @@ def give_back(view: memoryview) -> None:
         _libc().madvise(start, stop - start, _MADV_REMOVE)
 
 
-def host_name() -> str:
-    """Return what two processes have in common exactly when they share a running kernel."""
+def host_name(declared: str | None = None) -> str:
+    """Return what two processes have in common exactly when they count as on one host.
+
+    That is when they share a running kernel, and nothing declares them to be apart.
+
+    Args:
+        declared: a name that sets ranks of one machine apart; by default that of the environment
+            variable ``SHARD_HOST``, if it is set. It never brings ranks of two machines together.
+    """
+    if declared is None:
+        declared = os.environ.get("SHARD_HOST", "")
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return f"unknown host of process {os.getpid()} {secrets.token_hex(8)}"
+        boot = f"unknown host of process {os.getpid()} {secrets.token_hex(8)}"
+    return f"{declared} {boot}"
 
 
 def share_file(
@@ -122,6 +132,7 @@ def share_file(
     *,
     prepare: Callable[[SharedFile], T],
     named: bool | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> T:
     """Open one new file of ``nbytes`` on every rank and do with it what ``prepare`` does.
 
@@ -137,6 +148,7 @@ def share_file(
         prepare: what each rank does with the file before the ranks agree that it serves. It
             keeps the file, or closes it.
         named: True and False ask for one of the two ways only.
+        numbers: what messages call the ranks, if not by their place.
 
     Returns:
         What ``prepare`` returned.
@@ -149,10 +161,11 @@ def share_file(
     """
     reasons: list[str] = []
     for way in _MEMORY_FIRST if named is None else (named,):
-        result, error = _share(exchange, rank, nbytes, prepare=prepare, named=way)
+        result, problem = _share(exchange, rank, nbytes, prepare=prepare, named=way)
         if result is not None:
             return result
-        reasons.append(error)
+        culprit, error = problem
+        reasons.append(f"rank {culprit if numbers is None else numbers[culprit]}: {error}")
     raise NoSharedMemoryError(f"the ranks cannot open memory of one another: {'; '.join(reasons)}")
 
 
@@ -163,12 +176,12 @@ def _share(
     *,
     prepare: Callable[[SharedFile], T],
     named: bool,
-) -> tuple[T | None, str]:
-    """Return the result, or None and what kept which rank from it."""
+) -> tuple[T | None, tuple[int, str]]:
+    """Return the result, or None and which rank was kept from it by what."""
     file: SharedFile | None = None
     result: T | None = None
     path, token, error = "", b"", ""
-    reasons = ["interrupted"]
+    problems = [(rank, "interrupted")]
     try:
         if rank == 0:
             try:
@@ -184,13 +197,13 @@ def _share(
             except OSError as problem:
                 error = str(problem)
         verdicts = exchange(error)
-        reasons = [f"rank {r}: {verdict}" for r, verdict in enumerate(verdicts) if verdict]
+        problems = [(r, verdict) for r, verdict in enumerate(verdicts) if verdict]
     finally:
         if rank == 0 and named and path:
             Path(path).unlink(missing_ok=True)
-        if reasons and file is not None:
+        if problems and file is not None:
             file.close()
-    return (None, reasons[0]) if reasons else (result, "")
+    return (None, problems[0]) if problems else (result, (rank, ""))
 
 
 def _create(nbytes: int, *, named: bool) -> tuple[SharedFile, str, bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class SharedMemoryComm(Comm):
     and every call of the comm raises.
     """
 
+    reads_own = True
+
     def __init__(self, engine: Engine, *, timeout_s: float) -> None:
         device = torch.device("cpu")
         super().__init__(engine.rank, engine.size, device=device, timeout_s=timeout_s)
@@ -94,14 +96,18 @@ class SharedMemoryComm(Comm):
         *,
         timeout_s: float,
         named: bool | None = None,
+        numbers: Sequence[int] | None = None,
+        whole: int | None = None,
     ) -> SharedMemoryComm:
         def prepare(file: SharedFile) -> Engine:
             file.reserve(PAGE, Board.nbytes(size))
-            engine = Engine(file, rank, size, timeout_s=timeout_s)
+            engine = Engine(file, rank, size, timeout_s=timeout_s, numbers=numbers, whole=whole)
             file.mark_alive(rank)
             return engine
 
-        engine = share_file(exchange, rank, Engine.file_bytes(size), prepare=prepare, named=named)
+        engine = share_file(
+            exchange, rank, Engine.file_bytes(size), prepare=prepare, named=named, numbers=numbers
+        )
         engine.begin()
         return cls(engine, timeout_s=timeout_s)
 
@@ -167,31 +173,47 @@ class SharedMemoryComm(Comm):
         return SoloComm(self.device) if part.size == 1 else part
 
     def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        call = _call("all_gather", inp)
+        call = call_of("all_gather", inp)
         return self._launch(call, lambda turn: moves.gather(turn, out, inp), timeout_s)
 
     def _reduce_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
     ) -> Work:
-        call = _call("reduce_scatter", inp, op=op)
+        call = call_of("reduce_scatter", inp, op=op)
         return self._launch(call, lambda turn: moves.scatter(turn, out, inp, op), timeout_s)
 
+    def _sum_parts(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        divisor: int,
+        donated: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        call = call_of("reduce_scatter", inp, op="sum")
+
+        def body(turn: Turn) -> Body:
+            return moves.scatter_sum(turn, out, inp, own, divisor, donated=donated)
+
+        return self._launch(call, body, timeout_s)
+
     def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
-        call = _call("all_reduce", flat, op=op)
+        call = call_of("all_reduce", flat, op=op)
         return self._launch(call, lambda turn: moves.reduce_all(turn, flat, op), timeout_s)
 
     def _broadcast(self, flat: torch.Tensor, src: int, timeout_s: float | None) -> Work:
-        call = _call("broadcast", flat, src=src)
+        call = call_of("broadcast", flat, src=src)
         return self._launch(call, lambda turn: moves.broadcast(turn, flat, src), timeout_s)
 
     def _all_to_all(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
-        call = _call("all_to_all", inp)
+        call = call_of("all_to_all", inp)
         return self._launch(call, lambda turn: moves.exchange(turn, out, inp), timeout_s)
 
     def _sum_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, divisor: int, timeout_s: float | None
     ) -> Work:
-        call = _call("reduce_scatter", inp, op="sum")
+        call = call_of("reduce_scatter", inp, op="sum")
         return self._launch(
             call, lambda turn: moves.scatter_wide(turn, out, inp, divisor), timeout_s
         )
@@ -203,7 +225,7 @@ class SharedMemoryComm(Comm):
             if divisor != 1:
                 flat.div_(divisor)
             return self._all_reduce(flat, "sum", timeout_s)
-        call = _call("all_reduce", flat, op="sum")
+        call = call_of("all_reduce", flat, op="sum")
         return self._launch(
             call, lambda turn: moves.sum_all_wide(turn, out, flat, divisor), timeout_s
         )
@@ -264,5 +286,6 @@ class SharedMemoryComm(Comm):
         return self._engine.launch(call, body, limit_s)
 
 
-def _call(kind: str, tensor: torch.Tensor, *, op: str = "", src: int = -1) -> Call:
+def call_of(kind: str, tensor: torch.Tensor, *, op: str = "", src: int = -1) -> Call:
+    """Return the call of a collective on a tensor, with what was noted of it. Local."""
     return Call(kind, tensor.numel(), tensor.dtype, op, src, noted_suffix())

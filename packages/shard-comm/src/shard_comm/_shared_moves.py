@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shard_comm._board import ARRIVED, DONE
-from shard_comm._tree import reduce_terms, tree_sum_wide
+from shard_comm._tree import block_numel, reduce_terms, sum_parts, tree_sum_wide
 from shard_comm._turn import Body, Turn
 
 CHUNK_BYTES = 4 << 20
 """Staging memory of one input; two of these are in use when the input is larger."""
 
 _SMALL_BYTES = 32 << 10
-_BLOCK_NUMEL = 1 << 15
 
 Read = Callable[[int, int, Callable[[int], torch.Tensor]], None]
 """Takes columns ``[low, high)``; the function gives a rank's ``[rows, high - low]``."""
@@ -31,7 +30,7 @@ def gather(turn: Turn, out: torch.Tensor, inp: torch.Tensor) -> Body:
             if into.data_ptr() != part.data_ptr():
                 into.copy_(part)
 
-    return _by_columns(turn, inp.view(1, -1), read, showing=True)
+    return by_columns(turn, inp.view(1, -1), read, showing=True)
 
 
 def scatter(turn: Turn, out: torch.Tensor, inp: torch.Tensor, op: str) -> Body:
@@ -40,9 +39,29 @@ def scatter(turn: Turn, out: torch.Tensor, inp: torch.Tensor, op: str) -> Body:
 
     def read(low: int, high: int, theirs: Callable[[int], torch.Tensor]) -> None:
         terms = [theirs(rank)[turn.rank] for rank in range(turn.size)]
-        _reduce(terms, op, flat[low:high])
+        reduce_blocks(terms, op, flat[low:high])
 
-    return _by_columns(turn, inp.view(turn.size, out.numel()), read, showing=True)
+    return by_columns(turn, inp.view(turn.size, out.numel()), read, showing=True, unread=turn.rank)
+
+
+def scatter_sum(
+    turn: Turn,
+    out: torch.Tensor,
+    inp: torch.Tensor,
+    own: Sequence[torch.Tensor],
+    divisor: int,
+    *,
+    donated: bool,
+) -> Body:
+    """Add this rank's row of every rank's input, its own as given apart, and divide the sum."""
+    flat = out.view(-1)
+
+    def read(low: int, high: int, theirs: Callable[[int], torch.Tensor]) -> None:
+        rows = [theirs(rank)[turn.rank] for rank in range(turn.size)]
+        sum_parts(rows, flat[low:high], mine=turn.rank, own=own, skip=low, divisor=divisor)
+
+    rows = inp.view(turn.size, out.numel())
+    return by_columns(turn, rows, read, showing=True, unread=turn.rank, donated=donated)
 
 
 def scatter_wide(turn: Turn, out: torch.Tensor, inp: torch.Tensor, divisor: int) -> Body:
@@ -53,7 +72,7 @@ def scatter_wide(turn: Turn, out: torch.Tensor, inp: torch.Tensor, divisor: int)
         terms = [theirs(rank)[turn.rank] for rank in range(turn.size)]
         tree_sum_wide(terms, flat[low:high], divisor=divisor)
 
-    return _by_columns(turn, inp.view(turn.size, out.numel()), read, showing=True)
+    return by_columns(turn, inp.view(turn.size, out.numel()), read, showing=True, unread=turn.rank)
 
 
 def sum_all_wide(turn: Turn, out: torch.Tensor, flat: torch.Tensor, divisor: int) -> Body:
@@ -63,7 +82,7 @@ def sum_all_wide(turn: Turn, out: torch.Tensor, flat: torch.Tensor, divisor: int
         terms = [theirs(rank)[0] for rank in range(turn.size)]
         tree_sum_wide(terms, out[low:high], divisor=divisor)
 
-    return _by_columns(turn, flat.view(1, -1), read, showing=True)
+    return by_columns(turn, flat.view(1, -1), read, showing=True)
 
 
 def exchange(turn: Turn, out: torch.Tensor, inp: torch.Tensor) -> Body:
@@ -75,7 +94,7 @@ def exchange(turn: Turn, out: torch.Tensor, inp: torch.Tensor) -> Body:
         for rank in range(turn.size):
             rows[rank, low:high].copy_(theirs(rank)[turn.rank])
 
-    return _by_columns(turn, inp.view(turn.size, width), read, showing=True)
+    return by_columns(turn, inp.view(turn.size, width), read, showing=True, unread=turn.rank)
 
 
 def broadcast(turn: Turn, flat: torch.Tensor, src: int) -> Body:
@@ -85,7 +104,7 @@ def broadcast(turn: Turn, flat: torch.Tensor, src: int) -> Body:
         if turn.rank != src:
             flat[low:high].copy_(theirs(src)[0])
 
-    return _by_columns(turn, flat.view(1, -1), read, showing=turn.rank == src)
+    return by_columns(turn, flat.view(1, -1), read, showing=turn.rank == src)
 
 
 def reduce_all(turn: Turn, flat: torch.Tensor, op: str) -> Body:
@@ -111,7 +130,7 @@ def reduce_all(turn: Turn, flat: torch.Tensor, op: str) -> Body:
         share = -(-now.numel() // turn.size)
         parts = [slice(r * share, min((r + 1) * share, now.numel())) for r in range(turn.size)]
         mine = parts[turn.rank]
-        _reduce([pair[0, mine] for pair in pairs], op, stage[chunk % 2, 1, mine])
+        reduce_blocks([pair[0, mine] for pair in pairs], op, stage[chunk % 2, 1, mine])
         turn.reach(2 * chunk + 2)
         yield 2 * chunk + 2
         for part, pair in zip(parts, pairs, strict=True):
@@ -155,12 +174,24 @@ def collect(turn: Turn, packed: bytes, everyone: list[bytes]) -> Body:
     return stage
 
 
-def _by_columns(turn: Turn, rows: torch.Tensor, read: Read, *, showing: bool) -> Body:
+def by_columns(
+    turn: Turn,
+    rows: torch.Tensor,
+    read: Read,
+    *,
+    showing: bool,
+    unread: int = -1,
+    donated: bool = False,
+) -> Body:
     """Show ``rows`` to the others and read theirs, all at once or in chunks of columns.
+
+    All show as many rows; nobody else reads the row ``unread`` of this rank's.
 
     What lies in shared memory is read where it is. Anything else passes through two staging
     buffers; then all ranks go chunk by chunk: whoever has filled chunk ``c`` has read chunk
     ``c - 1``, so the buffer of that one is free when all have filled ``c``.
+
+    Rows that the caller ``donated`` are kept until everyone has read them, which nobody waits for.
     """
     count, numel = rows.shape
     dtype = rows.dtype
@@ -175,7 +206,7 @@ def _by_columns(turn: Turn, rows: torch.Tensor, read: Read, *, showing: bool) ->
     if showing and place is None:
         stage = turn.stage(min(-(-numel // width), 2), count, width, dtype=dtype)
         place = turn.find(stage)
-        _fill(turn, stage[0], rows[:, :width])
+        _fill(stage[0], rows[:, :width], unread)
     turn.arrive(place, note=int(stage is not None))
     yield ARRIVED
     staged = {r: r != turn.rank and turn.note(r) == 1 for r in range(turn.size)}
@@ -186,7 +217,7 @@ def _by_columns(turn: Turn, rows: torch.Tensor, read: Read, *, showing: bool) ->
         high = min(low + step, numel)
         if chunk:
             if stage is not None:
-                _fill(turn, stage[chunk % 2], rows[:, low:high])
+                _fill(stage[chunk % 2], rows[:, low:high], unread)
             turn.reach(chunk + 1)
             yield chunk + 1
 
@@ -201,22 +232,25 @@ def _by_columns(turn: Turn, rows: torch.Tensor, read: Read, *, showing: bool) ->
         read(low, high, theirs)
     turn.reach(DONE)
     if showing and stage is None:
+        if donated:
+            return rows
         yield DONE
     return stage
 
 
-def _fill(turn: Turn, into: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy what others read: with a row for each rank, all but this rank's own."""
+def _fill(into: torch.Tensor, rows: torch.Tensor, unread: int) -> None:
+    """Copy what others read."""
     for row in range(rows.shape[0]):
-        if rows.shape[0] == 1 or row != turn.rank:
+        if row != unread:
             into[row, : rows.shape[1]].copy_(rows[row])
 
 
-def _reduce(terms: list[torch.Tensor], op: str, out: torch.Tensor) -> None:
+def reduce_blocks(terms: list[torch.Tensor], op: str, out: torch.Tensor) -> None:
     """Reduce block by block, so that sums of sums stay in the cache; same bits as in one go."""
     if len(terms) == 2:
         reduce_terms(terms, op, out)
         return
-    for low in range(0, out.numel(), _BLOCK_NUMEL):
-        block = slice(low, low + _BLOCK_NUMEL)
+    width = block_numel(len(terms))
+    for low in range(0, out.numel(), width):
+        block = slice(low, low + width)
         reduce_terms([term[block] for term in terms], op, out[block])

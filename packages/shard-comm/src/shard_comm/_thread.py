@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from shard_comm._calls import describe, noted_suffix
 from shard_comm._comm import Comm, Work
 from shard_comm._shared_array import MarkedArray, SharedArray
 from shard_comm._slices import Slices
-from shard_comm._tree import reduce_terms
+from shard_comm._tree import reduce_terms, sum_parts
 
 
 class _Meeting:
@@ -124,6 +124,7 @@ class ThreadComm(Comm):
         super().__init__(rank, meeting.size, device=torch.device("cpu"), timeout_s=timeout_s)
         self._meeting = meeting
         self._shares_memory = shares_memory
+        self.reads_own = shares_memory
 
     @classmethod
     def group(
@@ -193,6 +194,21 @@ class ThreadComm(Comm):
     ) -> Work:
         everyone = self._enter(describe(f"reduce_scatter {op}", inp), inp, timeout_s)
         reduce_terms([self._slices(theirs)[self.rank] for theirs in everyone], op, out.view(-1))
+        self._leave(timeout_s)
+        return Work()
+
+    def _sum_parts(
+        self,
+        out: torch.Tensor,
+        inp: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        divisor: int,
+        donated: bool,
+        timeout_s: float | None,
+    ) -> Work:
+        everyone = self._enter(describe("reduce_scatter sum", inp), inp, timeout_s)
+        rows = [self._slices(theirs)[self.rank] for theirs in everyone]
+        sum_parts(rows, out.view(-1), mine=self.rank, own=own, divisor=divisor)
         self._leave(timeout_s)
         return Work()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-_BLOCK = 1 << 15
-"""Elements added at a time on the CPU, so that partial sums stay in the cache."""
+_CACHED = 1 << 18
+"""Elements that are added at a time on the CPU, partial sums and all, so that they stay cached."""
 
 
 def tree_sum(terms: Sequence[torch.Tensor], *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,6 +64,13 @@ def tree_sum_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows[0]
 
 
+def reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce rows ``[n, numel]``, sums in the same tree, overwriting them. Local."""
+    if op == "sum":
+        return tree_sum_rows(rows)
+    return rows.amax(0) if op == "max" else rows.amin(0)
+
+
 def tree_sum_wide(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int = 1) -> None:
     """Add terms ``[numel]`` in the same tree, in the wider dtype of ``out`` ``[numel]``.
 
@@ -75,13 +82,67 @@ def tree_sum_wide(terms: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: 
         out: where the sum goes; memory apart from the terms.
         divisor: divides every contribution, in the wider dtype, before it is added.
 
-    **Collective**: local. **Memory**: a few hundred KiB on the CPU; elsewhere one ``out`` for each
-    doubling of the number of terms.
+    **Collective**: local. **Memory**: 1 MiB on the CPU; elsewhere one ``out`` for each doubling of
+    the number of terms.
     """
-    block = _BLOCK if out.device.type == "cpu" else max(out.numel(), 1)
+    block = block_numel(len(terms)) if out.device.type == "cpu" else max(out.numel(), 1)
     for start in range(0, out.numel(), block):
         stop = min(start + block, out.numel())
         _add_up([term[start:stop] for term in terms], out[start:stop], divisor)
+
+
+def block_numel(count: int) -> int:
+    """How many elements of ``count`` terms are added at a time. Local."""
+    return _CACHED >> max(count - 1, 1).bit_length() - 1
+
+
+def sum_parts(
+    rows: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    *,
+    mine: int,
+    own: Sequence[torch.Tensor],
+    skip: int = 0,
+    divisor: int = 1,
+) -> None:
+    """Add rows in the same tree into ``out`` ``[numel]``, in its dtype, and divide the sum.
+
+    Worked example: rows ``[1, 2, 3]`` and ``[_, _, _]`` with ``mine=1``, parts ``[10]`` and
+    ``[20, 30]`` and ``divisor=2`` give ``[5.5, 11, 16.5]``.
+
+    Args:
+        rows: every rank's contribution ``[numel]``; what row ``mine`` holds is not read.
+        out: where the mean goes; of the rows' dtype or a wider one, in memory apart.
+        mine: the row that is given by ``own``.
+        own: flat tensors that, one after another, make up ``[skip + numel]`` or more.
+        skip: elements of ``own`` that come before.
+        divisor: divides the sum, in ``out``'s dtype.
+
+    **Collective**: local. **Memory**: 1 MiB, or less.
+    """
+    terms = list(rows)
+    for start, part in _spans(own, skip, skip + out.numel(), block_numel(len(rows))):
+        stop = start + part.numel()
+        now = [part if i == mine else row[start:stop] for i, row in enumerate(terms)]
+        into = out[start:stop]
+        if into.dtype == part.dtype:
+            tree_sum(now, out=into)
+        else:
+            _add_up(now, into, 1)
+        if divisor != 1:
+            into.div_(divisor)
+
+
+def _spans(
+    parts: Sequence[torch.Tensor], low: int, high: int, most: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """What lies in ``[low, high)`` of joined tensors, at most so much at a time, and from where."""
+    begin = 0
+    for part in parts:
+        end = begin + part.numel()
+        for start in range(max(low, begin), min(high, end), most):
+            yield start - low, part[start - begin : min(start + most, high, end) - begin]
+        begin = end
 
 
 def _add_up(terms: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
@@ -119,6 +180,49 @@ def tree_fold(count: int, term: Callable[[int], torch.Tensor]) -> torch.Tensor:
         return left.add_(add_up(middle, stop))
 
     return add_up(0, count)
+
+
+def subtrees(owners: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the largest parts ``[start, stop)`` of the tree whose terms have one owner each.
+
+    Of six terms with the owners 0, 0, 0, 1, 1, 1 they are ``[0, 2)``, ``[2, 3)``, ``[3, 4)`` and
+    ``[4, 6)``.
+
+    Args:
+        owners: whose each term is; at least one.
+
+    **Collective**: local.
+    """
+
+    def find(start: int, stop: int) -> list[tuple[int, int]]:
+        if len(set(owners[start:stop])) == 1:
+            return [(start, stop)]
+        middle = start + _left_of(stop - start)
+        return find(start, middle) + find(middle, stop)
+
+    return find(0, len(owners))
+
+
+def join_subtrees(parts: Mapping[tuple[int, int], torch.Tensor], op: str) -> torch.Tensor:
+    """Reduce what parts of the tree came to, to the bits of the whole tree; they are overwritten.
+
+    Args:
+        parts: all of ``subtrees``, and the reduction of each one's terms, of one shape and dtype.
+        op: ``"sum"``, ``"max"`` or ``"min"``.
+
+    **Collective**: local.
+    """
+
+    def join(start: int, stop: int) -> torch.Tensor:
+        part = parts.get((start, stop))
+        if part is not None:
+            return part
+        middle = start + _left_of(stop - start)
+        left = join(start, middle)
+        reduce_terms([left, join(middle, stop)], op, left)
+        return left
+
+    return join(0, max(stop for _, stop in parts))
 
 
 def _left_of(count: int) -> int:

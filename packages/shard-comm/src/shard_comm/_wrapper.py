@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ class Wrapper(Comm):
         place = inner.device if device is None else device
         super().__init__(inner.rank, inner.size, device=place, timeout_s=inner.timeout_s)
         self.inner = inner
+        if place == inner.device:  # elsewhere the group does not serve what the caller has
+            self.process_group = inner.process_group
 
     def close(self) -> None:
         """Close the inner comm too. Local."""
@@ -30,6 +33,10 @@ class Wrapper(Comm):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the inner comm's memory. Local."""
         return self.inner.empty(numel, dtype)
+
+    def coalesced(self) -> AbstractContextManager[None]:
+        """Start the collectives called inside together, where the inner comm can."""
+        return self.inner.coalesced()
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it."""

@@ -94,14 +94,11 @@ def agree_on_arrivals(
     **Collective**: all ranks of ``comm`` and of ``replicas``, with the same groups in the same
     order.
     """
-    ranks = comm.size * (1 if replicas is None else replicas.size)
+    ranks = _count(comm, replicas)
     if ranks == 1:
         return Verdict([a for a in arrivals if a.waiting], None)
-    mine = trail.checksum
-    flags = [mine, mine * mine, *(flag for a in arrivals for flag in (a.waiting, *a.seen))]
-    total = iter(_sum_over_ranks(flags, comm, replicas))
-    if next(total) ** 2 != ranks * next(total):
-        raise RuntimeError(_where_trails_part(trail, comm, replicas))
+    flags = [flag for a in arrivals for flag in (a.waiting, *a.seen)]
+    total = iter(_sum_on_one_trail(flags, trail, comm, replicas))
     waiting: list[Arrivals] = []
     complaints: list[str] = []
     for arrival in arrivals:
@@ -120,6 +117,32 @@ def agree_on_arrivals(
         f"{shown}: got a gradient on some ranks only (rank {comm.rank} of {comm.size}); if ranks "
         f"may use different parameters, call set_reduce_scatter_unused_params(True) on the model",
     )
+
+
+def check_trail(trail: Trail, comm: Comm, replicas: Comm | None) -> None:
+    """Tell whether all ranks launched the same collectives. One all_reduce of 16 bytes.
+
+    Raises:
+        RuntimeError: they did not; on all ranks.
+
+    **Collective**: all ranks of ``comm`` and of ``replicas``.
+    """
+    if _count(comm, replicas) > 1:
+        _sum_on_one_trail([], trail, comm, replicas)
+
+
+def _count(comm: Comm, replicas: Comm | None) -> int:
+    return comm.size * (1 if replicas is None else replicas.size)
+
+
+def _sum_on_one_trail(
+    numbers: Sequence[int], trail: Trail, comm: Comm, replicas: Comm | None
+) -> list[int]:
+    mine = trail.checksum
+    once, squared, *total = _sum_over_ranks([mine, mine * mine, *numbers], comm, replicas)
+    if once**2 != _count(comm, replicas) * squared:
+        raise RuntimeError(_where_trails_part(trail, comm, replicas))
+    return total
 
 
 def _sum_over_ranks(numbers: list[int], comm: Comm, replicas: Comm | None) -> list[int]:

@@ -66,9 +66,9 @@ class _NodeHooks:
         for call in self.live_ends():
             call.passed += 1
             if call.begun and call.passed == call.inputs:
-                call.unit.end_backward(call)
+                call.unit.backward.end(call)
         for call in self.begins:
-            call.unit.begin_backward(call)
+            call.unit.backward.begin(call)
 
     def live_ends(self) -> list[Call]:
         """Return the calls whose graphs still exist, and forget the others. Local."""
@@ -130,6 +130,27 @@ def is_made_since(tensor: torch.Tensor, began_at: int) -> bool:
     """Whether a tensor's graph node was made since autograd's counter stood there. Local."""
     node = tensor.grad_fn
     return tensor.requires_grad and node is not None and node._sequence_nr() >= began_at
+
+
+def will_run(node: Node) -> bool:
+    """Whether the backward that runs will run ``node``, which accumulates a gradient. Local."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad() returns this gradient instead
+        return False
+
+
+def reaches_a_leaf() -> bool:
+    """Whether the backward that runs will run the first leaf that its current node leads to.
+
+    ``backward()`` runs every leaf. ``torch.autograd.grad`` runs those it was asked for, if any.
+
+    Local.
+    """
+    node = torch._C._current_autograd_node()
+    while following := [n for n, _ in node.next_functions if n is not None]:
+        node = following[0]
+    return will_run(node)
 
 
 def _node_of(tensor: torch.Tensor, began_at: int) -> Node:

@@ -74,11 +74,19 @@ def all_gather(
 
 
 def reduce_scatter(
-    comm: Comm, out: torch.Tensor, inp: torch.Tensor, settings: UnitSettings, *, name: str
+    comm: Comm,
+    out: torch.Tensor,
+    inp: torch.Tensor,
+    settings: UnitSettings,
+    *,
+    op: str,
+    own: Sequence[torch.Tensor],
+    name: str,
 ) -> Work:
-    """Start summing ``inp`` over ranks into this rank's slice ``out``; errors call it ``name``.
+    """Start reducing ``inp`` over ranks into this rank's slice ``out``; errors call it ``name``.
 
-    Numbers are added in ``out``'s dtype, which may be wider than ``inp``'s.
+    Numbers are added in ``out``'s dtype, which may be wider than ``inp``'s. ``inp`` is given
+    away. A custom reduction sums, and knows nothing of ``own``.
 
     **Collective**: all ranks of ``comm``. **Memory**: with a custom reduction, another ``inp`` and
     ``out`` until the work is waited for, which it allocates.
@@ -87,7 +95,9 @@ def reduce_scatter(
     custom = settings.reduce_scatter
     if custom is None or comm.size == 1:
         wide = None if out.dtype == inp.dtype else out.dtype
-        return comm.reduce_scatter(out, inp, sum_dtype=wide, async_op=True, name=name)
+        return comm.reduce_scatter(
+            out, inp, op=op, sum_dtype=wide, own=own, async_op=True, name=name
+        )
     with torch.no_grad():
         staged = custom.allocate((inp.numel(),), dtype=inp.dtype, device=inp.device)
         result = custom.allocate((out.numel(),), dtype=out.dtype, device=out.device)

@@ -59,8 +59,8 @@ class ForwardRun:
             args, kwargs = map_tensors(_caster(dtype), args), map_tensors(_caster(dtype), kwargs)
         # A forward that recomputes for a checkpoint feeds saved tensors to a graph that is
         # watched already.
-        if torch.is_grad_enabled() and not unit.in_backward:
-            self._call = unit.new_call()
+        if torch.is_grad_enabled() and not unit.backward.is_running:
+            self._call = unit.backward.new_call()
             args, kwargs = map_tensors(_view_of_leaf, args), map_tensors(_view_of_leaf, kwargs)
             tensors: list[torch.Tensor] = []
             find_tensors((args, kwargs), tensors)
@@ -95,7 +95,7 @@ class ForwardRun:
         if self._call is not None:
             unit.keeps_full = unit.keeps_full or not all_seen
             if watch_outputs(self._call, tensors + self._find_strays(self._call)):
-                unit.add_call(self._call)
+                unit.backward.add_call(self._call)
         if not unit.to_run:
             unit.end_forward()
         unit.schedule.leave_forward()

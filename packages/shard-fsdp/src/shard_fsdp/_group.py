@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from shard_comm import Comm, SharedArray, Work
 from shard_flat import ParamSpec, ShardTensor, plan_layout
 from shard_fsdp._assigned import find_assigned, note_owner
+from shard_fsdp._boundary import will_run
 from shard_fsdp._full import CopiedFull, Full, MappedFull, OwnShard
+from shard_fsdp._guard import ReadGuard
 from shard_fsdp._params import ManagedParam
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
@@ -110,6 +112,7 @@ class ParamGroup:
         self.full: Full | None = None
         self.exposes_shard = False
         self.full_params: list[nn.Parameter] = []
+        self._guard = ReadGuard(self.full_params)
         context = self.context
         compute = context.mp_policy.compute_dtype(self.layout.dtype)
         self.aliased = (
@@ -298,12 +301,15 @@ class ParamGroup:
         part, self._part = self._part, None
         full = self.full if self.full is not None else self._make_full()
         self._version = self.shard._version
+        self._guard.open()
         return full.fill(self.shard, part if use_part else None, name=self.name)
 
     def release(self) -> None:
         """Free the full array. Local."""
         if self.full is not None:
             self.full.free()
+            if self.full.is_lent:
+                self._guard.close()
 
     def spoil(self) -> None:
         """Say that the full array no longer holds the shards' values. Local."""
@@ -340,7 +346,7 @@ class ParamGroup:
 
         ``torch.autograd.grad`` does not, unless told to. Local, in a backward only.
         """
-        return any(node is not None and _will_run(node) for node in self._accumulators)
+        return any(node is not None and will_run(node) for node in self._accumulators)
 
     def register_full(self) -> None:
         """Let the modules see the full parameters. Local."""
@@ -441,11 +447,3 @@ class ParamGroup:
         values: list[torch.Tensor | None] = [None] * len(self.sharded_params)
         values[index] = full if param.spec.outer is None else param.spec.outer.part_of(full)
         self._copy_in(values)
-
-
-def _will_run(node: Node) -> bool:
-    """Whether the backward that runs will run ``node``, which accumulates a gradient."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # autograd.grad() returns this gradient instead
-        return False

@@ -62,8 +62,13 @@ class FSDPModule(CommMethods, nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's full parameters."""
+        """Free this unit's full parameters; the next gather reads all shards anew.
+
+        A shard that something wrote without torch's knowledge, say through a numpy array, looks
+        unchanged, and what was gathered from it stays in use until then.
+        """
         self._shard_unit.reshard()
+        self._shard_unit.spoil()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free full parameters after forward, or keep them for backward."""
@@ -122,7 +127,8 @@ class FSDPModule(CommMethods, nn.Module):
         """Switch the reduction of gradients on or off, for accumulation over microbatches.
 
         While it is off, gradients add up unreduced in the reduction dtype, one full gradient
-        buffer per group. Switch it on before the last microbatch.
+        buffer per group. Switch it on before the last microbatch. This module's ``zero_grad()``
+        drops them; an optimizer's does not, since it sees sharded parameters alone.
 
         Args:
             requires_gradient_sync: whether backward reduces.

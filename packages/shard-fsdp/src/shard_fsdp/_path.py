@@ -67,11 +67,14 @@ class Path:
         self.rewind()
         return len(self._events) - 1
 
-    def follow(self, number: int) -> None:
+    def follow(self, number: int) -> bool:
         """Do what others may do before they come to an event, and pass it. Collective.
 
         Args:
             number: the event's; -1 is the end.
+
+        Returns:
+            False where backward had come further already.
         """
         while self._passed > number + 1:
             self._passed -= 1
@@ -79,10 +82,12 @@ class Path:
             if not event.is_recorded:
                 continue
             if event.is_end:
-                event.unit.pass_outputs(self, self._passed)
+                event.unit.backward.pass_outputs(self, self._passed)
             else:
-                event.unit.pass_inputs(is_first=event.is_first)
+                event.unit.backward.pass_inputs(is_first=event.is_first)
+        in_time = self._passed >= number
         self._passed = min(self._passed, max(number, 0))
+        return in_time
 
     def before(self, number: int, count: int) -> list[Unit]:
         """Return the units of the forwards that ended before the one that ended there. Local.

@@ -12,6 +12,7 @@ import torch
 from shard_comm import Work
 from shard_flat import FlatLayout, ShardTensor
 from shard_fsdp._collectives import reduce_scatter
+from shard_fsdp._grad_buffer import GradBuffer
 from shard_fsdp._handout import Handout, check_dense, indices
 from shard_fsdp._tensor_parallel import local_grad
 
@@ -21,20 +22,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A reduction under way: its result, and which parameters get a gradient from it."""
+    """A reduction under way.
+
+    Attributes:
+        work: what to wait for.
+        buffer: what is reduced.
+        out: its result.
+        wanted: which parameters get a gradient from it.
+        divided: the result is the mean, not the sum.
+    """
 
     work: Work
+    buffer: torch.Tensor
     out: torch.Tensor
     wanted: list[bool]
+    divided: bool
 
 
 class GradReducer:
     """Packs a group's gradients as they appear, reduces them once, hands out the pieces.
-
-    Each gradient is copied into its slot of a buffer and freed; later ones for the same slot are
-    added. Between host memories gradients travel in the dtype that they appear in and are added
-    in the reduction dtype: the same sum for fewer bytes. Elsewhere, and while microbatches add up
-    unsynchronised, the buffer has the reduction dtype.
 
     Args:
         layout: the group's layout.
@@ -42,9 +48,6 @@ class GradReducer:
         context: what the unit's groups share: comms, device, switches.
         dtype: dtype of the sum.
         wire: dtype that gradients appear in.
-
-    Attributes:
-        arrived: which parameters have a gradient that was not handed out yet.
 
     **Memory**: ``layout.numel`` elements from a group's first gradient until its
     reduction has ended, and ``layout.shard_numel`` for the gradients that come out.
@@ -64,16 +67,16 @@ class GradReducer:
         self._layout = layout
         self._handout = Handout(params, context)
         self._dtype = dtype
-        self._wire = wire if torch.promote_types(wire, dtype) == dtype else dtype
-        self._accumulates = False  # the buffer holds, or may hold, unsynchronised microbatches
+        self._buffer = GradBuffer(layout, context=context, dtype=dtype, wire=wire)
         self._pieces = layout.pieces(context.comm.rank)
-        self._gaps = layout.gaps()
-        self._buffer: torch.Tensor | None = None
-        self._slots: list[torch.Tensor] = []
         self._flight: _Flight | None = None
         self._partial: torch.Tensor | None = None  # reduced here, not yet over replicas
         self._pending = [False] * len(params)  # whose gradients it holds
-        self.arrived = [False] * len(params)
+
+    @property
+    def arrived(self) -> list[bool]:
+        """Which parameters have a gradient that was not handed out yet."""
+        return self._buffer.arrived
 
     def hook_for(self, index: int) -> Callable[[torch.Tensor], None]:
         """Return the hook that takes parameter ``index``'s gradient the moment it is there."""
@@ -99,16 +102,7 @@ class GradReducer:
         """
         check_dense(self._handout.params[index].spec.name, grad, self._context)
         self.finish()
-        self._make_buffer()
-        slot = self._slots[index]
-        scale = self._scale
-        if self.arrived[index]:
-            slot.add_(grad, alpha=scale)
-        elif scale != 1:
-            torch.mul(grad, scale, out=slot)
-        else:
-            slot.copy_(grad)
-        self.arrived[index] = True
+        self._buffer.receive(index, grad, scale=self._scale)
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -116,11 +110,7 @@ class GradReducer:
 
         **Collective**: local; all ranks alike.
         """
-        self._accumulates = True
-        if self._buffer is not None and self._buffer.dtype != self._dtype:
-            narrow = self._buffer
-            self._drop_buffer()
-            self._make_buffer().copy_(narrow)
+        self._buffer.accumulate()
 
     @torch.no_grad()
     def launch(self) -> None:
@@ -128,20 +118,27 @@ class GradReducer:
 
         **Collective**: all ranks, also those where nothing arrived.
         """
-        arrived, self.arrived = self.arrived, [False] * len(self.arrived)
-        wanted = self._handout.wanted(arrived)
+        wanted = self._handout.wanted(self.arrived)
         self.finish()
-        buffer = self._make_buffer()
-        self._accumulates = False
-        for index, slot in enumerate(self._slots):
-            if not arrived[index]:
-                slot.zero_()
-        for start, stop in self._gaps:
-            buffer[start:stop].zero_()
+        buffer, own = self._buffer.take()
         out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
-        name = self._handout.params[0].spec.name
-        work = reduce_scatter(self._comm, out, buffer, self._context.settings, name=name)
-        self._flight = _Flight(work, out, wanted)
+        settings = self._context.settings
+        divided = (
+            self._handout.divisor == self._comm.size
+            and self._context.replicas is None
+            and settings.reduce_scatter is None
+            and self._scale == 1
+        )
+        work = reduce_scatter(
+            self._comm,
+            out,
+            buffer,
+            settings,
+            op="mean" if divided else "sum",
+            own=own,
+            name=self._handout.params[0].spec.name,
+        )
+        self._flight = _Flight(work, buffer, out, wanted, divided)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -153,13 +150,13 @@ class GradReducer:
         if flight is None:
             return
         flight.work.wait()
-        self._drop_buffer()
-        reduced = flight.out
+        reduced, wanted, divided = flight.out, flight.wanted, flight.divided
+        del flight  # and with it the buffer
         settings = self._context.settings
         if self._partial is not None:
             reduced.add_(self._partial)
             self._partial = None
-        wanted = [a or b for a, b in zip(flight.wanted, self._pending, strict=True)]
+        wanted = [a or b for a, b in zip(wanted, self._pending, strict=True)]
         if self._context.replicas is not None:
             if not settings.all_reduce_gradients:
                 self._partial, self._pending = reduced, wanted
@@ -167,7 +164,7 @@ class GradReducer:
             self._context.replicas.all_reduce(reduced, name=self._handout.params[0].spec.name)
         self._pending = [False] * len(self._pending)
         factor = self._handout.divisor * self._scale
-        if factor != 1:
+        if factor != 1 and not divided:
             reduced.div_(factor)
         if settings.all_reduce_hook is not None:
             settings.all_reduce_hook(reduced)
@@ -182,11 +179,9 @@ class GradReducer:
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.work.wait()
-        self.arrived = [False] * len(self.arrived)
         self._pending = [False] * len(self._pending)
         self._partial = None
-        self._accumulates = False
-        self._drop_buffer()
+        self._buffer.clear()
 
     @property
     def _scale(self) -> float:
@@ -199,21 +194,3 @@ class GradReducer:
         if self._dtype != torch.float16 or divisor <= 1:
             return 1.0
         return 2.0 ** -math.ceil(math.log2(divisor) / 2)
-
-    def _make_buffer(self) -> torch.Tensor:
-        if self._buffer is None:
-            settings = self._context.settings
-            narrow = (
-                settings.sync_gradients
-                and not self._accumulates
-                and settings.reduce_scatter is None
-                and self._comm.device.type == "cpu"
-            )
-            dtype = self._wire if narrow else self._dtype
-            self._buffer = self._comm.empty(self._layout.numel, dtype)
-            self._slots = self._layout.views(self._buffer)
-        return self._buffer
-
-    def _drop_buffer(self) -> None:
-        self._buffer = None
-        self._slots = []

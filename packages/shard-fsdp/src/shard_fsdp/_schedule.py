@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
-from shard_fsdp._agree import Arrivals, Trail, agree_on_any, agree_on_arrivals
+from shard_fsdp._agree import Arrivals, Trail, agree_on_any, agree_on_arrivals, check_trail
+from shard_fsdp._boundary import reaches_a_leaf
 from shard_fsdp._path import Path
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Schedule:
         if self._depth == 1:
             self.recover()
             for each in self.units:
-                each.begin_step()
+                each.backward.begin_step()
             self._drop_stale()
             self.is_free = all(each.is_free for each in self.units)
             self.path = Path()
@@ -127,12 +128,17 @@ class Schedule:
         """Note that a unit's forward ended.
 
         When the outermost one ends, all that was left gathered for modules that never ran is
-        freed, and without gradients the root as well: no backward follows.
+        freed, and without gradients the root as well: no backward follows, at whose end ranks
+        would find out that they ran different units.
 
         Args:
             failed: it raised.
 
-        **Collective**: all ranks where they read each other's shards, else local.
+        Raises:
+            RuntimeError: the ranks ran different units without gradients; on all of them.
+
+        **Collective**: all ranks where they read each other's shards and without gradients, else
+        local.
         """
         self._depth -= 1
         if self._depth or in_backward():
@@ -145,7 +151,7 @@ class Schedule:
         if not torch.is_grad_enabled() and self.root.settings.reshard_after_forward is None:
             self.root.reshard()
         if not failed:
-            self._meet([])
+            self._meet([] if torch.is_grad_enabled() else self._check_trails())
 
     def _drop_stale(self) -> None:
         """Reshard what was kept gathered since an earlier step and has changed on some rank.
@@ -176,6 +182,14 @@ class Schedule:
             if not any(config.comm is other.comm for other in met):
                 config.comm.barrier()
 
+    def _check_trails(self) -> list[UnitConfig]:
+        """Raise where ranks ran different units; return the configurations that were asked."""
+        asked = []
+        for config, units in _by_ranks(self.units):
+            check_trail(self.trail_of(units[0]), config.comm, config.replicas)
+            asked.append(config)
+        return asked
+
     def trail_of(self, unit: Unit) -> Trail:
         """Return the record of collectives among the ranks that share ``unit``. Local."""
         return self._trails.setdefault(_ranks_of(unit), Trail())
@@ -189,7 +203,9 @@ class Schedule:
             self._land()  # what the last backward left in flight
             self._remakes_graph = torch.is_grad_enabled()
             groups = (group for unit in self.units for group in unit.groups)
-            self.accumulates = any(group.expects_gradients() for group in groups)
+            self.accumulates = (
+                any(group.expects_gradients() for group in groups) or reaches_a_leaf()
+            )
             ending = _EndOfBackward(self)
             self._ending = weakref.ref(ending)
             Variable._execution_engine.queue_callback(ending)
@@ -211,11 +227,11 @@ class Schedule:
             )
             self.reset()
 
-    def follow(self, path: Path, number: int) -> None:
-        """Follow a path in backward, as all ranks do. Collective."""
+    def follow(self, path: Path, number: int) -> bool:
+        """Follow a path in backward, as all ranks do; False if it is passed already. Collective."""
         if path not in self._followed:
             self._followed.append(path)
-        path.follow(number)
+        return path.follow(number)
 
     def prefetch_backward(self, unit: Unit, path: Path | None, left_at: int) -> None:
         """Start gathering what ran before, or what the unit was told to. Collective."""
@@ -247,7 +263,7 @@ class Schedule:
         for path in self._followed:
             path.follow(-1)
         for unit in reversed(self.units):
-            unit.reduce_touched()
+            unit.backward.reduce_touched()
         complaints = []
         for unit in self.units:
             if not unit.settings.sync_gradients:
@@ -293,7 +309,7 @@ class Schedule:
             path.rewind()
         self._followed.clear()
         for unit in self.units:
-            unit.end_step(remakes_graph=self._remakes_graph)
+            unit.backward.end_step(remakes_graph=self._remakes_graph)
 
     def _seen(self, group: ParamGroup) -> list[bool]:
         """Which parameters got a gradient in this backward, reduced already or not."""

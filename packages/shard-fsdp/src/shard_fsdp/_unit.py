@@ -12,10 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_comm import Comm, Work
-from shard_fsdp._boundary import Call
+from shard_fsdp._backward import UnitBackward
 from shard_fsdp._group import GroupContext, ParamGroup
 from shard_fsdp._params import ManagedParam
-from shard_fsdp._path import Path
 from shard_fsdp._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitSettings
 from shard_fsdp._schedule import Schedule, in_backward
 
@@ -63,6 +62,7 @@ class Unit:
         gathered_in: the schedule's count of pauses when it was gathered.
         has_storage: its full buffers hold something, gathered or on the way.
         is_exposed: its modules see full parameters.
+        backward: what the backward that runs does with it.
         keeps_full: its last forward returned an object that may hide tensors, so nothing would
             gather again before their backward, or that shows full parameters; the storage stays
             until the next forward, though the unit counts as resharded, as it may on other ranks.
@@ -109,14 +109,10 @@ class Unit:
         self.gathered_in = 0
         self.has_storage = False
         self._gathering: list[Work] = []
-        self._begun: list[Call] = []
-        self._is_reached = False  # by the backward that runs
-        self._touched = False  # its gradients are to be reduced
         self._own_modules: list[nn.Module] | None = None
-        self._remakes_graph = False
-        self._graph_is_spent = False
         self._users = 0
         self.is_exposed = False
+        self.backward = UnitBackward(self)
 
     @property
     def comm(self) -> Comm:
@@ -128,11 +124,6 @@ class Unit:
         """The setting, or its default: yes, except for the root."""
         setting = self.settings.reshard_after_forward
         return self.schedule.root is not self if setting is None else setting
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether backward is between the outputs and the inputs of one of its forwards."""
-        return bool(self._begun)
 
     @property
     def has_buffers(self) -> bool:
@@ -162,7 +153,7 @@ class Unit:
     def _on_arrival(self) -> None:
         self.schedule.start_backward()
         missing = self._gathering or not self.has_storage
-        if not self._is_reached and missing and self.has_buffers:
+        if not self.backward.is_reached and missing and self.has_buffers:
             raise RuntimeError(
                 f"{self.name}: a gradient came back that did not pass through the outputs of its "
                 f"forward (rank {self.comm.rank} of {self.comm.size}), so the parameters may have "
@@ -195,7 +186,8 @@ class Unit:
         self.wait_for_unshard()
         if self.groups:
             self.schedule.trail_of(self).append(f"gather {self.name}")
-        self._gathering = [group.unshard(use_part=for_backward) for group in self.groups]
+        with self.comm.coalesced():
+            self._gathering = [group.unshard(use_part=for_backward) for group in self.groups]
         self.is_full = self.has_storage = True
         self.gathered_in = self.schedule.pauses
         return True
@@ -233,11 +225,17 @@ class Unit:
             for group in self.groups:
                 group.keep_part(part)
         self.is_full = False
-        is_used = self._users or self.keeps_full or self._remakes_graph
+        is_used = self._users or self.keeps_full or self.backward.remakes_graph
         if self.has_storage and not is_used:
             self.has_storage = False
             for group in self.groups:
                 group.release()
+
+    def spoil(self) -> None:
+        """Say that the shards may have changed unseen since they were gathered. Local."""
+        if not self.has_storage:
+            for group in self.groups:
+                group.spoil()
 
     def end_forward(self) -> None:
         """Free what the settings say, once none of its forwards is running. Local."""
@@ -269,15 +267,16 @@ class Unit:
 
         **Collective**: all ranks.
         """
-        for unit in self._together():
+        for unit in self.together():
             unit._expose(for_backward)
 
     def hide(self) -> None:
         """Undo one ``expose``: the last one lets the modules see sharded parameters. Local."""
-        for unit in self._together():
+        for unit in self.together():
             unit._hide()
 
-    def _together(self) -> list[Unit]:
+    def together(self) -> list[Unit]:
+        """Return the units that are exposed and hidden at once with this one. Local."""
         return self.schedule.units if self.schedule.is_free else [self]
 
     def _expose(self, for_backward: bool) -> None:
@@ -306,7 +305,7 @@ class Unit:
 
     def lost_change(self) -> str | None:
         """Say which full parameter its modules changed, a change that would be lost. Local."""
-        for unit in self._together():
+        for unit in self.together():
             for group in unit.groups if unit.is_exposed else ():
                 complaint = group.lost_change()
                 if complaint is not None:
@@ -315,115 +314,6 @@ class Unit:
                         each.spoil()
                     return complaint
         return None
-
-    # --- backward ---
-
-    def new_call(self) -> Call:
-        """Return a record of a forward that begins now. Local."""
-        call = Call(self, [group.version for unit in self._together() for group in unit.groups])
-        if not in_backward():  # a checkpoint's forward again: its graph may never be run
-            call.path = self.schedule.path
-            call.entered_at = call.path.enter(self)
-        return call
-
-    def add_call(self, call: Call) -> None:
-        """Note that autograd recorded a forward. Local."""
-        if call.path is not None:
-            call.left_at = call.path.leave(call.entered_at)
-
-    def begin_backward(self, call: Call) -> None:
-        """Backward has reached the outputs of ``call``. Collective."""
-        self.schedule.start_backward()
-        if torch.is_grad_enabled():  # create_graph: the new graph holds full parameters
-            self._remakes_graph = True
-        if call.path is not None:
-            self.schedule.follow(call.path, call.left_at)
-        self._touch()
-        if not self.settings.unshard_in_backward or call.begun:
-            return
-        self._check_unchanged(call)
-        call.rewind()
-        call.begun = True
-        self._begun.append(call)
-        self.expose(for_backward=True)  # a checkpoint inside may run parts of the forward again
-        self.schedule.prefetch_backward(self, call.path, call.left_at)
-
-    def end_backward(self, call: Call) -> None:
-        """Backward has passed the inputs of ``call``. Collective."""
-        call.rewind()
-        self._begun.remove(call)
-        if call.path is not None:
-            self.schedule.follow(call.path, call.entered_at - 1)
-        else:
-            self.pass_inputs(is_first=True)
-        self.hide()
-
-    def pass_outputs(self, path: Path, left_at: int) -> None:
-        """Do what ranks do whose backward reaches a forward's outputs; this one's does not.
-
-        **Collective**: all ranks.
-        """
-        self._touch()
-        if self.settings.unshard_in_backward:
-            self.unshard(for_backward=True)
-            self.schedule.prefetch_backward(self, path, left_at)
-
-    def pass_inputs(self, *, is_first: bool) -> None:
-        """Free full parameters after a forward's backward; reduce after that of the first one.
-
-        **Collective**: all ranks.
-        """
-        if self.settings.reshard_after_backward:
-            self.reshard()
-        if is_first:
-            for unit in self._together():
-                unit.reduce_touched()
-
-    def _touch(self) -> None:
-        """Note that this backward came by, and whether gradients are to be reduced after it."""
-        for unit in self._together():
-            unit._is_reached = True
-            unit._touched = unit._touched or self.schedule.accumulates
-
-    def reduce_touched(self) -> None:
-        """Reduce the gradients of a unit that this backward reached, if told to. Collective."""
-        if self._touched and self.settings.sync_gradients:
-            for group in self.trainable_groups():
-                self.schedule.reduce(self, group)
-        self._touched = False
-
-    def end_step(self, *, remakes_graph: bool = False) -> None:
-        """Be ready for the next forward. Local.
-
-        Args:
-            remakes_graph: the backward that ended made a graph of itself, so one more may come.
-        """
-        self._touched = self._is_reached = False
-        begun, self._begun = self._begun, []
-        for call in begun:
-            call.rewind()
-            self.hide()
-        self.to_run.clear()
-        self._graph_is_spent = self._remakes_graph and not remakes_graph
-        if self.settings.reshard_after_backward:
-            self.reshard()
-
-    def begin_step(self) -> None:
-        """Drop what only an earlier forward's graph needed. Local."""
-        if self._graph_is_spent:
-            self._graph_is_spent = self._remakes_graph = False
-            if not self.is_full:
-                self.reshard()
-
-    def _check_unchanged(self, call: Call) -> None:
-        groups = [group for unit in self._together() for group in unit.groups]
-        for group, version in zip(groups, call.versions, strict=True):
-            if group.version != version:
-                raise RuntimeError(
-                    f"{group.sharded_params[0].spec.name}: its group of parameters changed between "
-                    f"forward and backward (rank {self.comm.rank} of {self.comm.size}); run "
-                    f"backward before the optimizer's step, or run the forward again"
-                )
 
     # --- copies ---
 
