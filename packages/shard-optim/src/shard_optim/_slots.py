@@ -163,6 +163,9 @@ def allocate_slots(
             blocks, home.zeros([_size_of(*block) for block in blocks], device), strict=True
         )
     ]
+    for param in params:  # the counter comes first
+        if "step" not in state[param]:
+            state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for slot, block, flat in made:
         sizes = [piece_of(member).numel() for member in block]
         for member, part in zip(block, flat.split(sizes), strict=True):
@@ -172,8 +175,6 @@ def allocate_slots(
                 state[member][slot.name].copy_(old)
     for param in params:
         own = state[param]
-        if "step" not in own:
-            own["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for slot in slots:
             if slot.name not in own:
                 own[slot.name] = slot.blank(param)
