@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import resource
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from shard_ckpt import load, save
 from shard_comm import Comm, GroupComm, Recorded, Work
+from shard_flat import shard_tensor
 from shard_fsdp import fully_shard
-from shard_optim import AdamW
+from shard_optim import AdamW, Offload
 from shard_testing import run_ranks
 from shard_wrap import by_class
 
@@ -125,3 +129,42 @@ def test_nothing_full_size_is_held_between_steps_and_nothing_grows() -> None:
     for a, b in zip(short, long, strict=True):
         assert a == b
         assert share <= a <= share + SLACK_BYTES
+
+
+def _private_bytes() -> int:
+    """Bytes that this process may write to and shares with no file."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no VmData")
+
+
+def _checkpoint_within(comm: Comm, folder: str, numel: int, slack_bytes: int) -> list[float]:
+    """Save and load offloaded moments while only so much more memory may be had."""
+    offload = Offload("disk", folder, 1 << 20)
+    weight = nn.Parameter(shard_tensor(torch.zeros(numel), comm=comm, name="w"))
+    weight.grad = torch.ones_like(weight)
+    optimizer, resumed = (AdamW([weight], offload=offload) for _ in range(2))
+    optimizer.step()
+    save({"small": {"w": torch.ones(9)}}, Path(folder) / "warm", comm=comm)  # starts threads
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (_private_bytes() + slack_bytes, before[1]))
+    try:
+        with pytest.raises(RuntimeError, match="allocate"):
+            torch.ones(2 * numel // comm.size)
+        save({"optim": optimizer.state_dict()}, Path(folder) / "there", comm=comm)
+        template = resumed.state_dict(allocate=True)
+        found = load({"optim": template}, Path(folder) / "there", comm=comm)
+        resumed.load_state_dict(found["optim"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    own = resumed.state[weight]
+    return [float(own[slot].sum() / numel) for slot in ("exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_of_offloaded_state_holds_none_of_it(tmp_path: Path, world_size: int) -> None:
+    """Moments of 128 MiB on each rank, with 64 MiB to be had."""
+    numel = world_size << 24
+    for found in run_ranks(_checkpoint_within, world_size, str(tmp_path), numel, 64 << 20):
+        assert found == pytest.approx([0.1, 0.001], rel=1e-4)

@@ -26,6 +26,7 @@ from shard_optim import (
     AdamW8bit,
     Lion,
     Muon,
+    Offload,
     Shampoo,
     clip_grad_norm_,
 )
@@ -36,6 +37,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "sgd": lambda named: SGD(named, lr=0.1, momentum=0.9, dampening=0.2),
     "adam": lambda named: Adam(named, lr=1e-2),
     "adamw": lambda named: AdamW(named, lr=1e-2),
+    "adamw, disk": lambda named: AdamW(named, lr=1e-2, offload=Offload("disk", None, 1 << 14)),
     "adamw8bit": lambda named: AdamW8bit(named, lr=1e-2),
     "lion": lambda named: Lion(named, lr=1e-3),
     "adafactor": lambda named: Adafactor(named, lr=5e-2),

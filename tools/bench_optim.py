@@ -36,6 +36,7 @@ from shard_optim import (
     AdamW8bit,
     Lion,
     Muon,
+    Offload,
     Shampoo,
     ShardedOptimizer,
     clip_grad_norm_,
@@ -127,6 +128,7 @@ def bench_rank(comm: Comm, numel: int, tiny: int, kinds: int, rounds: int) -> li
         *bench_tiny(comm, tiny, rounds),
         *bench_kinds(comm, kinds, rounds),
         bench_replicated(comm, kinds, rounds),
+        bench_offload(comm, numel, rounds),
     ]
 
 
@@ -233,6 +235,15 @@ def bench_replicated(comm: Comm, numel: int, rounds: int) -> Row:
     name = f"ShardedOptimizer of AdamW, {numel / 1e6:.0f}M elements on {comm.size} ranks"
     times = compare(comm, sharded.step, whole.step, rounds)
     return row(name, "torch fused, whole on every rank", times, target=None)
+
+
+def bench_offload(comm: Comm, numel: int, rounds: int) -> Row:
+    """Compare state on disk, in the file cache where there is room, with state in memory."""
+    here, away = (sharded_params(comm, model_shapes(numel)) for _ in range(2))
+    ours, theirs = AdamW(away, offload=Offload("disk"), **_HYPER), AdamW(here, **_HYPER)
+    name = f"AdamW, state on disk, {numel / 1e6:.0f}M elements on {comm.size} ranks"
+    times = compare(comm, ours.step, theirs.step, rounds)
+    return row(name, "AdamW, state in memory", times, target=None)
 
 
 def count_matrices() -> list[Row]:

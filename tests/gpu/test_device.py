@@ -10,7 +10,7 @@ import torch
 from shard_comm import Comm, HostStaged, SoloComm, tree_sum
 from shard_flat import ShardTensor
 from shard_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from shard_optim import AdamW, clip_grad_norm_
+from shard_optim import SGD, AdamW, Lion, Offload, clip_grad_norm_
 from shard_testing import DecoderBlock, TinyDecoder, run_ranks, token_batches
 from shard_wrap import by_class
 
@@ -93,3 +93,35 @@ def _shared_device(comm: Comm) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_several_ranks_on_one_device(world_size: int) -> None:
     run_ranks(_shared_device, world_size)
+
+
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+@pytest.mark.parametrize("kind", [SGD, AdamW, Lion])
+def test_offloaded_state_gives_the_same_bits(kind: Any, to: str) -> None:
+    hyper: dict[str, Any] = {"lr": 1e-2, **({"momentum": 0.9} if kind is SGD else {})}
+
+    def train(offload: Offload | None) -> tuple[list[float], list[torch.Tensor], Any]:
+        model: Any = TinyDecoder().cuda()
+        optimizer = kind(model.parameters(), offload=offload, **hyper)
+        losses = _train(model, optimizer, 5)
+        return losses, [p.detach() for p in model.parameters()], optimizer
+
+    want, plain, _ = train(None)
+    got, params, optimizer = train(Offload(to, window_bytes=1 << 16))
+    assert got == want
+    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+    for own in optimizer.state.values():
+        assert {v.device.type for k, v in own.items() if k != "step"} == {"cpu"}
+
+
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_offloaded_state_takes_a_window_of_the_device(to: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(1 << 24, device="cuda"))
+    param.grad = torch.ones_like(param)
+    optimizer = AdamW([param], offload=Offload(to, window_bytes=12 << 20))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        optimizer.step()
+    grown = torch.cuda.max_memory_allocated() - before
+    assert 11 << 20 <= grown <= (12 << 20) + (1 << 16)

@@ -13,7 +13,7 @@ from torch import nn
 
 from shard_comm import Comm, Recorded, SoloComm
 from shard_flat import ParamSpec, ShardSpec, ShardTensor, plan_layout
-from shard_optim import AdamW, AdamW8bit
+from shard_optim import Adam, AdamW, AdamW8bit
 from shard_optim._blocks import (
     decode_signed,
     decode_square,
@@ -229,7 +229,7 @@ def test_a_small_language_model(train_decoder: TrainDecoder) -> None:
 def test_state_that_another_optimizer_saved() -> None:
     param = nn.Parameter(torch.ones(5000))
     param.grad = torch.ones(5000)
-    wide, narrow = AdamW([param]), AdamW8bit([param])
+    wide, narrow = Adam([param]), AdamW8bit([param])
     wide.step()
     narrow.step()
     with pytest.raises(ValueError, match=r"^0\.0: expected exp_avg of torch.float32, got torch.in"):

@@ -87,6 +87,18 @@ def test_results_of_the_reference(kind: str, dtype: torch.dtype) -> None:
 
 
 @kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_in_16_bits(kind: str, dtype: torch.dtype) -> None:
+    """Two steps from the same numbers are those of float32, rounded; a sign of Lion's may turn."""
+    ours, theirs, hyper = KINDS[kind]
+    fulls, steps = draw_steps(SIZES, torch.float32, 2, drawn=dtype)
+    narrow = [[g.to(dtype) for g in grads] for grads in steps]
+    wide = train(theirs, fulls, steps, **hyper)
+    for a, b in zip(train(ours, [f.to(dtype) for f in fulls], narrow, **hyper), wide, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=2**-7, atol=2**-6)
+
+
+@kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_same_bits_on_any_number_of_ranks(

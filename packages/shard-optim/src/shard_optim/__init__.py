@@ -7,6 +7,7 @@ from shard_optim._clip import clip_grad_norm_, clip_grad_value_, get_grad_norm
 from shard_optim._ema import EMA
 from shard_optim._lion import Lion
 from shard_optim._muon import Muon
+from shard_optim._offload import Offload
 from shard_optim._scaler import GradScaler
 from shard_optim._sgd import SGD
 from shard_optim._shampoo import Shampoo
@@ -24,6 +25,7 @@ __all__ = [
     "GradScaler",
     "Lion",
     "Muon",
+    "Offload",
     "Shampoo",
     "ShardedOptimizer",
     "clip_grad_norm_",

@@ -55,8 +55,9 @@ class Adafactor(CollectiveOptimizer):
     each rank could do, sums by row and column, and one number per parameter. State dictionaries
     are local.
 
-    **Memory**: one number per row and column of matrices, whole on each rank, and one per element
-    of each piece of other parameters; a few windows during a step.
+    **Memory**: one number of 4 bytes per row and column of matrices, whole on each rank, and one
+    per element of each piece of other parameters. A step takes at most nine windows in float32, or
+    a mebibyte, and three times the sums by row and column in float64. There is no ``offload``.
 
     **Source**: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
     2018.

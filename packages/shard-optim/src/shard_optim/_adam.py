@@ -7,10 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from shard_optim._blocks import CODES
+from shard_optim._codec import decode_moments
 from shard_optim._flat import FlatOptimizer, Job
 from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
+from shard_optim._state import Saved
 from shard_optim._wide import kahan_adamw, stochastic_adamw
 
 _ROUNDINGS = ("nearest", "stochastic", "kahan")
@@ -34,17 +38,22 @@ class Adam(FlatOptimizer):
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: times the parameter is added to the gradient, at least 0.
+        offload: where state lives between steps: with the parameters by default, or
+            ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
-            not floating point.
+            not floating point; there is no such place to offload to.
 
     **Collective**: local; nothing is ever sent.
 
-    **Memory**: two moments of each parameter's piece, made at its first gradient. Parameters
-    that never get one have no state.
+    **Memory**: two moments of each parameter's piece in its dtype, made at its first gradient, so
+    8 bytes per float32 element of a rank's pieces, and 4 per parameter. Parameters that never get
+    a gradient have no state. A step takes nothing besides.
+    Offloaded, that is the same number of bytes elsewhere, and ``Offload.window_bytes``
+    here from the first step on.
 
     **Source**: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
     """
@@ -59,9 +68,10 @@ class Adam(FlatOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        offload: str | Offload | None = None,
     ) -> None:
         hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, hyper)
+        super().__init__(params, hyper, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_adam(group, where)
@@ -101,17 +111,24 @@ class AdamW(Adam):
             drawn depend on name, step and element, not on the number of ranks. ``"kahan"`` keeps
             what was lost in a state tensor of its own; moments stay rounded, so a second beta
             above 0.99 would not let the second moment fall. Wider parameters are updated as ever.
+        offload: where state lives between steps: with the parameters by default, or
+            ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
-            not floating point.
+            not floating point; there is no such place to offload to.
 
-    **Collective**: local; nothing is ever sent.
+    **Collective**: local; but for loading what AdamW8bit holds in pieces, one all_reduce for each
+    parameter of which a boundary between ranks cuts a block.
 
-    **Memory**: two moments of each parameter's piece, made at its first gradient, and a third
-    tensor with ``rounding="kahan"``. Parameters that never get one have no state.
+    **Memory**: two moments of each parameter's piece in its dtype, made at its first gradient, and
+    a third tensor with ``rounding="kahan"``, so 8 bytes per float32 element of a rank's pieces, and
+    4 per parameter. Parameters that never get a gradient have no state. A step takes nothing
+    besides; with another ``rounding`` at most nine windows in float32.
+    Offloaded, that is the same number of bytes elsewhere, and ``Offload.window_bytes``
+    here from the first step on.
 
     **Source**: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
@@ -127,6 +144,7 @@ class AdamW(Adam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         rounding: str = "nearest",
+        offload: str | Offload | None = None,
     ) -> None:
         hyper = {
             "lr": lr,
@@ -135,7 +153,7 @@ class AdamW(Adam):
             "weight_decay": weight_decay,
             "rounding": rounding,
         }
-        FlatOptimizer.__init__(self, params, hyper)
+        FlatOptimizer.__init__(self, params, hyper, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         super()._check_hyper(group, where)
@@ -154,6 +172,16 @@ class AdamW(Adam):
     def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
         kahan = group["rounding"] == "kahan" and param.dtype in _NARROW
         return _COMPENSATED if kahan else MOMENTS
+
+    def _other_slots(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
+        return () if self._slots_of(group, param) is _COMPENSATED else CODES
+
+    def _fill(self, param: torch.Tensor, source: Saved, slots: tuple[Slot, ...]) -> None:
+        if source["exp_avg"].is_floating_point():
+            super()._fill(param, source, slots)
+        else:
+            self._fill_step(param, source)
+            decode_moments(param, self.state[param], source)
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
         age = job.plan.age

@@ -14,27 +14,23 @@ from shard_optim._adam import MOMENTS, check_adam, fused_adam
 from shard_optim._agree import CollectiveOptimizer, sharing
 from shard_optim._blocks import (
     BLOCK,
-    ScaleSlot,
     decode_signed,
     decode_square,
     encode_signed,
     encode_square,
 )
+from shard_optim._blocks import CODES as _CODES
+from shard_optim._codec import encode_moments
 from shard_optim._cuts import Cuts, Scales, cut_blocks
 from shard_optim._flat import Job
 from shard_optim._groups import Group
 from shard_optim._plan import Lane
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot
+from shard_optim._state import Saved
 from shard_optim._together import counted, members_of
 from shard_optim._window import Scratch, widened, window_numel
 
-_CODES = (
-    Slot("exp_avg", torch.int8),
-    Slot("exp_avg_sq", torch.uint8),
-    ScaleSlot("exp_avg_scale", torch.float32),
-    ScaleSlot("exp_avg_sq_scale", torch.float32),
-)
 _SMALL_NUMEL = 4096
 
 
@@ -61,7 +57,8 @@ class AdamW8bit(CollectiveOptimizer):
 
     **Collective**: a step takes three small all_reduces per comm, of a few numbers for each
     parameter of which a boundary between ranks cuts a block; none where no block is cut, as with
-    ``ParamSpec(..., block=256)``. State dictionaries are local.
+    ``ParamSpec(..., block=256)``. State dictionaries are local, but for loading what
+    AdamW holds in pieces: one all_reduce for each of those parameters.
 
     **Memory**: 2.03 bytes per element of each parameter's piece, and a few windows during a step.
 
@@ -86,6 +83,16 @@ class AdamW8bit(CollectiveOptimizer):
 
     def _slots_of(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
         return MOMENTS if param.numel() < _SMALL_NUMEL else _CODES
+
+    def _other_slots(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
+        return MOMENTS
+
+    def _fill(self, param: torch.Tensor, source: Saved, slots: tuple[Slot, ...]) -> None:
+        if slots is _CODES and source["exp_avg"].is_floating_point():
+            self._fill_step(param, source)
+            encode_moments(param, self.state[param], source)
+        else:
+            super()._fill(param, source, slots)
 
     def _ranks_of(self, group: Group, param: torch.Tensor) -> GatherComm | None:
         comm = sharing(param)

@@ -47,6 +47,15 @@ class ScaleSlot(Slot):
         return spec.is_cut_like(value.spec, param.comm.size)
 
 
+CODES = (
+    Slot("exp_avg", torch.int8),
+    Slot("exp_avg_sq", torch.uint8),
+    ScaleSlot("exp_avg_scale", torch.float32),
+    ScaleSlot("exp_avg_sq_scale", torch.float32),
+)
+"""State of a parameter whose moments are codes."""
+
+
 def encode_signed(
     rows: torch.Tensor, sizes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, overload
@@ -22,6 +23,8 @@ from shard_optim._groups import (
     names_of,
     unpack,
 )
+from shard_optim._homes import home_of
+from shard_optim._offload import Offload
 from shard_optim._plan import Lane, StepPlan, make_plan
 from shard_optim._slots import Slot, allocate_slots
 from shard_optim._state import (
@@ -64,16 +67,26 @@ class FlatOptimizer(Optimizer, ABC):
     Args:
         params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either.
         defaults: hyper-parameters of groups that do not say otherwise.
+        offload: where state tensors live that have an element for each of their parameter's;
+            with the parameters by default.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
-            not floating point.
+            not floating point; there is no such place to offload to.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        offload: str | Offload | None = None,
+    ) -> None:
         self._check_hyper(defaults, "")
+        self._offload = Offload.of(offload)
+        self._home = home_of(self._offload)
         if not isinstance(params, torch.Tensor):
             params = list(params)
             if not params:
@@ -84,10 +97,15 @@ class FlatOptimizer(Optimizer, ABC):
         self._plans: dict[tuple[int, _Slots], StepPlan] = {}
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made from; it moves its state to files of its own in a step."""
+        return {**super().__getstate__(), "_offload": self._offload}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; what a step needs besides is made anew."""
         super().__setstate__(state)
         self._plans = {}
+        self._home = home_of(self._offload)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with hyper-parameters of its own where it names any. Local.
@@ -131,6 +149,8 @@ class FlatOptimizer(Optimizer, ABC):
             ValueError: a gradient is sparse, or its dtype, kind or range is not that of its
                 parameter, or the parameter changed its shape or dtype under its state; nothing
                 was changed.
+            OSError: offloaded state is to be made and the disk has no room; nothing was changed.
+            RuntimeError: offloaded state could not be read or written; the step is half done.
 
         **Collective**: local, unless the class says otherwise.
         """
@@ -139,6 +159,7 @@ class FlatOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         self._run()
+        self._home.forget()
         return loss
 
     def state_dict(self, *, allocate: bool | Collection[str] = False) -> dict[str, Any]:
@@ -197,7 +218,14 @@ class FlatOptimizer(Optimizer, ABC):
         saved = through_hooks(self._optimizer_load_state_dict_pre_hooks, self, dict(state_dict))
         names = names_of(self.param_groups)
         kind = type(self).__name__
-        rules = Rules(kind, self._switches(), self._check_hyper, self._slots_of, self._adapt)
+        rules = Rules(
+            kind,
+            self._switches(),
+            self._check_hyper,
+            slots=self._slots_of,
+            others=self._other_slots,
+            adapt=self._adapt,
+        )
         sources = match_state(saved, self.param_groups, names, rules=rules)
         self._plans.clear()
         for param in names.keys() - sources.keys():
@@ -208,6 +236,7 @@ class FlatOptimizer(Optimizer, ABC):
             self._allocate(group, members)
             for param in members:
                 self._fill(param, sources[param], self._slots_of(group, param))
+                self._home.forget()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -221,6 +250,10 @@ class FlatOptimizer(Optimizer, ABC):
     @abstractmethod
     def _slots_of(self, group: Group, param: torch.Tensor) -> _Slots:
         """Return the state tensors of a parameter; equal ones for equal hyper-parameters."""
+
+    def _other_slots(self, group: Group, param: torch.Tensor) -> _Slots:
+        """Return another optimizer's state tensors that this one can make its own from."""
+        return ()
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
         """Update the members of one lane, where ``_advance`` leaves that to the lanes."""
@@ -243,8 +276,9 @@ class FlatOptimizer(Optimizer, ABC):
 
     def _apply(self, job: Job) -> None:
         job.plan.count()
-        for lane in job.plan.lanes:
-            self._update(lane, job.grads, job)
+        with closing(self._home.each(job.plan.lanes)) as lanes:
+            for lane in lanes:
+                self._update(lane, job.grads, job)
         torch.autograd.graph.increment_version(job.plan.touched)
 
     def _jobs(self) -> list[Job]:
@@ -259,7 +293,14 @@ class FlatOptimizer(Optimizer, ABC):
         for index, slots, members, grads in split:
             plan = self._plans.get((index, slots))
             if plan is None or not plan.holds(members, grads, self.state):
-                plan = make_plan(members, grads, self.state, slots=slots, name_of=self._name_of)
+                plan = make_plan(
+                    members,
+                    grads,
+                    self.state,
+                    slots=slots,
+                    home=self._home,
+                    name_of=self._name_of,
+                )
                 self._plans[index, slots] = plan
             jobs.append(Job(self.param_groups[index], slots, members, grads, plan))
         return jobs
@@ -290,14 +331,17 @@ class FlatOptimizer(Optimizer, ABC):
         for param in params:
             by_slots.setdefault(self._slots_of(group, param), []).append(param)
         for slots, members in by_slots.items():
-            allocate_slots(members, self.state, slots)
+            allocate_slots(members, self.state, slots, self._home)
 
     @torch.no_grad()
     def _fill(self, param: torch.Tensor, source: Saved, slots: _Slots) -> None:
+        self._fill_step(param, source)
+        for slot in slots:
+            self.state[param][slot.name].copy_(source[slot.name])
+
+    def _fill_step(self, param: torch.Tensor, source: Saved) -> None:
         own = self.state[param]
         own["step"] = torch.full_like(own["step"], float(source["step"]))
-        for slot in slots:
-            own[slot.name].copy_(source[slot.name])
 
     def _names(self) -> dict[torch.Tensor, str]:
         return {

@@ -9,6 +9,7 @@ import torch
 
 from shard_optim._flat import FlatOptimizer, Job
 from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
 from shard_optim._state import Saved
@@ -31,16 +32,20 @@ class Lion(FlatOptimizer):
         betas: how much of the average there is in the direction, and how much of it is kept, each
             in [0, 1).
         weight_decay: decoupled decay, at least 0.
+        offload: where state lives between steps: with the parameters by default, or
+            ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
-            not floating point.
+            not floating point; there is no such place to offload to.
 
     **Collective**: local; nothing is ever sent.
 
-    **Memory**: one moment of each parameter's piece, and a few windows during a step.
+    **Memory**: one moment of each parameter's piece in its dtype, so 4 bytes per float32 element of
+    a rank's pieces, and 4 per parameter; a few windows during a step. Offloaded, that is the same
+    number of bytes elsewhere, and ``Offload.window_bytes`` here from the first step on.
 
     **Source**: Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023.
     """
@@ -52,8 +57,10 @@ class Lion(FlatOptimizer):
         *,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        offload: str | Offload | None = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        hyper = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, hyper, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_at_least_0(group, ("lr", "weight_decay"), where)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
 
 import torch
 
+from shard_flat import ShardTensor
+from shard_optim._homes import Home
 from shard_optim._runs import find_runs, flat_piece, join, piece_of
 from shard_optim._slots import Slot, State, allocate_slots, check_slots
+from shard_optim._stage import GRAIN, Stage, Window
 from shard_optim._tails import Cut, Tails, plan_tails
 
 
@@ -23,11 +26,18 @@ class Run:
         rows: their indices among the plan's members.
         offsets: where each one's gradient begins, in bytes from that of the first.
         nbytes: bytes of all of them.
+        span: which of their elements a lane has; None for all.
     """
 
     rows: list[int]
     offsets: list[int]
     nbytes: int
+    span: slice | None = None
+
+    def flat(self, column: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what the lane has of the members' tensors as one. Local."""
+        whole = join([column[row] for row in self.rows])
+        return whole if self.span is None else whole.view(-1)[self.span]
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class Lane:
         steps: the step counter of each part, 0-dim.
         counts: steps of each run before the plan.
         fresh: whether the first step of the plan is the first one of the members' state.
+        window: how state that lives elsewhere comes to where ``slots`` and ``flats`` have it.
     """
 
     runs: list[Run]
@@ -55,10 +66,25 @@ class Lane:
     steps: list[torch.Tensor]
     counts: list[float]
     fresh: bool
+    window: Window | None = None
 
     def flat_grads(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return one flat gradient per run. Local."""
-        return [join([grads[row] for row in run.rows]) for run in self.runs]
+        return [run.flat(grads) for run in self.runs]
+
+    def ranges(self, index: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Yield the members of a run and which of their elements the lane has. Local."""
+        run, at = self.runs[index], 0
+        for row in run.rows:
+            member = self.members[row]
+            numel = piece_of(member).numel()
+            low, high = 0, numel
+            if run.span is not None:
+                low, high = max(run.span.start - at, 0), min(run.span.stop - at, numel)
+            if low < high:
+                start = member.spec.start if isinstance(member, ShardTensor) else 0
+                yield member, start + low, start + high
+            at += numel
 
     def join_grads(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the members' gradients to match ``params.parts``. Local."""
@@ -138,6 +164,7 @@ def make_plan(
     state: State,
     *,
     slots: Sequence[Slot],
+    home: Home,
     name_of: Callable[[torch.Tensor], str],
 ) -> StepPlan:
     """Find runs and make the state that is missing.
@@ -147,10 +174,12 @@ def make_plan(
         grads: this rank's piece of each gradient.
         state: the optimizer's; missing slots are added, step counters are moved into one tensor.
         slots: the state tensors that each of the members has.
+        home: where they live.
         name_of: gives a parameter's name, for errors.
 
     Raises:
         ValueError: a parameter changed its shape or dtype under its state.
+        OSError: there is no room for the state.
 
     **Collective**: local.
     """
@@ -158,7 +187,7 @@ def make_plan(
         check_slots(member, state.get(member, {}), slots, name_of)
     keys = ("step", *(slot.name for slot in slots))
     blank = [any(key not in state.get(member, {}) for key in keys) for member in members]
-    allocate_slots(members, state, slots)
+    allocate_slots(members, state, slots, home)
     pieces = [flat_piece(member) for member in members]
     joined = {
         slot.name: [flat_piece(state[m][slot.name]) for m in members]
@@ -173,47 +202,102 @@ def make_plan(
             head = part[0]
             kind = pieces[head].device, pieces[head].dtype, ages[head][1]
             by_kind.setdefault(kind, []).append(part)
+    builder = _Builder({"param": pieces, **joined}, grads, members, state, ages, home)
     return StepPlan(
         keys=keys,
         addresses=[piece.data_ptr() for piece in pieces],
         numels=[piece.numel() for piece in pieces],
         slots=[[state[member][key] for key in keys] for member in members],
-        lanes=[
-            _lane(parts, {"param": pieces, **joined}, grads, members, state, ages)
-            for parts in by_kind.values()
-        ],
+        lanes=[lane for parts in by_kind.values() for lane in builder.lanes(parts)],
         counters=counters,
         versions=[_version_of(counter) for counter in counters],
         touched=[*members, *(piece for piece in pieces if not piece.numel())],
     )
 
 
-def _lane(
-    parts: list[list[int]],
-    columns: Mapping[str, Sequence[torch.Tensor]],
-    grads: Sequence[torch.Tensor],
-    members: Sequence[torch.Tensor],
-    state: State,
-    ages: Sequence[tuple[float, bool]],
-) -> Lane:
-    flats = {
-        key: [join([column[row] for row in rows]) for rows in parts]
-        for key, column in columns.items()
-    }
-    tails = plan_tails(flats["param"])
-    cuts = {key: plan_tails(column).cut(column) for key, column in flats.items()}
-    first_steps = [state[members[rows[0]]]["step"] for rows in parts]
-    return Lane(
-        runs=[_run(rows, grads) for rows in parts],
-        members=members,
-        params=cuts.pop("param"),
-        slots=cuts,
-        flats=flats,
-        grads=tails,
-        steps=[first_steps[i] for i in tails.origin],
-        counts=[ages[rows[0]][0] for rows in parts],
-        fresh=ages[parts[0][0]][1],
-    )
+@dataclass
+class _Builder:
+    """What lanes are made of.
+
+    Attributes:
+        columns: flat tensors of all members, parameters and slots by name.
+        grads: the members' gradients.
+        members: the members.
+        state: the optimizer's.
+        ages: each member's step count, and whether its state is new.
+        home: where state lives.
+        staged: lanes so far whose state passes through a window, by the stage.
+    """
+
+    columns: Mapping[str, Sequence[torch.Tensor]]
+    grads: Sequence[torch.Tensor]
+    members: Sequence[torch.Tensor]
+    state: State
+    ages: Sequence[tuple[float, bool]]
+    home: Home
+    staged: dict[Stage, int] = field(default_factory=dict)
+
+    def lanes(self, parts: list[list[int]]) -> Iterator[Lane]:
+        """Yield the lanes of runs of one kind: one, or as many as windows are needed."""
+        runs = [_run(rows, self.grads) for rows in parts]
+        slots = [key for key in self.columns if key != "param"]
+        stage = self.home.stage(self.grads[parts[0][0]].device) if slots else None
+        if stage is None:
+            yield self._lane(runs, {key: self._flats(runs, key) for key in self.columns}, None)
+            return
+        sizes = [self.columns[key][parts[0][0]].itemsize for key in slots]
+        for spans in cut_windows(runs, [g.numel() for g in self.grads], stage.numel_of(sizes)):
+            number = self.staged[stage] = self.staged.get(stage, -1) + 1
+            window, near = stage.window(number, [self._flats(spans, key) for key in slots])
+            flats = {"param": self._flats(spans, "param"), **dict(zip(slots, near, strict=True))}
+            yield self._lane(spans, flats, window)
+
+    def _flats(self, runs: Sequence[Run], key: str) -> list[torch.Tensor]:
+        return [run.flat(self.columns[key]) for run in runs]
+
+    def _lane(
+        self, runs: list[Run], flats: dict[str, list[torch.Tensor]], window: Window | None
+    ) -> Lane:
+        tails = plan_tails(flats["param"])
+        cuts = {key: plan_tails(column).cut(column) for key, column in flats.items()}
+        heads = [run.rows[0] for run in runs]
+        first_steps = [self.state[self.members[head]]["step"] for head in heads]
+        return Lane(
+            runs=runs,
+            members=self.members,
+            params=cuts.pop("param"),
+            slots=cuts,
+            flats=flats,
+            grads=tails,
+            steps=[first_steps[i] for i in tails.origin],
+            counts=[self.ages[head][0] for head in heads],
+            fresh=self.ages[heads[0]][1],
+            window=window,
+        )
+
+
+def cut_windows(runs: Sequence[Run], numels: Sequence[int], room: int) -> Iterator[list[Run]]:
+    """Cut runs into windows of so many elements, each but the last of a run at a whole vector.
+
+    Worked example: runs of 300 and 100 elements and windows of 140 make windows of 128, of 128, of
+    44 and 64, and of 36.
+    """
+    found: list[Run] = []
+    left = room
+    for run in runs:
+        start, total = 0, sum(numels[row] for row in run.rows)
+        while start < total:
+            taken = total - start
+            if taken > left:
+                taken = left - left % GRAIN
+            if taken:
+                found.append(replace(run, span=slice(start, start + taken)))
+                start, left = start + taken, left - taken
+            if start < total:
+                yield found
+                found, left = [], room
+    if found:
+        yield found
 
 
 def _count_together(

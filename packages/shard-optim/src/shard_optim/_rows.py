@@ -60,6 +60,11 @@ class Rows:
         rows[low - begin : high - begin].copy_(held)
         return rows.view(last - first, self.columns)
 
+    def put(self, flat: torch.Tensor, rows: torch.Tensor, first: int) -> None:
+        """Write rows from ``first`` on where they are held here. Local."""
+        low, high, begin = self._range(first, first + len(rows))
+        flat[low - self.start : high - self.start].copy_(rows.view(-1)[low - begin : high - begin])
+
     def matrix_of(self, first: int, last: int, device: torch.device) -> torch.Tensor:
         """Return which matrix each of the rows ``[first, last)`` belongs to. Local."""
         return torch.arange(first, last, device=device) // self.shape[-2]

@@ -9,9 +9,11 @@ import torch
 
 from shard_optim._flat import FlatOptimizer, Job
 from shard_optim._groups import Group, check_at_least_0
+from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
 from shard_optim._state import Saved
+from shard_optim._window import widened, windows
 
 _PLAIN: tuple[Slot, ...] = ()
 _WITH_MOMENTUM = (Slot("momentum_buffer"),)
@@ -33,16 +35,22 @@ class SGD(FlatOptimizer):
         weight_decay: times the parameter is added to the gradient, at least 0.
         nesterov: look ahead by one more step of momentum; needs momentum and no dampening.
         maximize: go up the gradient.
+        offload: where state lives between steps: with the parameters by default, or
+            ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
-            not floating point.
+            not floating point; there is no such place to offload to.
 
     **Collective**: local; nothing is ever sent.
 
-    **Memory**: one buffer of each parameter's piece where there is momentum.
+    **Memory**: one buffer of each parameter's piece in its dtype where there is momentum, so 4
+    bytes per float32 element of a rank's pieces, and 4 per parameter. A step takes nothing besides;
+    for parameters of 16 bits on the CPU a few windows in float32.
+    Offloaded, that is the same number of bytes elsewhere, and ``Offload.window_bytes``
+    here from the first step on.
 
     **Source**: Sutskever et al., "On the importance of initialization and momentum in deep
     learning", 2013.
@@ -58,6 +66,7 @@ class SGD(FlatOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         maximize: bool = False,
+        offload: str | Offload | None = None,
     ) -> None:
         hyper = {
             "lr": lr,
@@ -67,7 +76,7 @@ class SGD(FlatOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(params, hyper)
+        super().__init__(params, hyper, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_at_least_0(group, ("lr", "momentum", "weight_decay"), where)
@@ -87,7 +96,11 @@ class SGD(FlatOptimizer):
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
         group, lr = job.group, job.group["lr"]
-        device = lane.params.parts[0].device
+        first = lane.fresh and job.plan.age == 1
+        param = lane.params.parts[0]
+        if param.itemsize == 2 and param.device.type == "cpu":
+            _narrow_sgd(lane, grads, group, first=first)
+            return
         with lane.changing():
             torch._fused_sgd_(
                 lane.params.parts,
@@ -95,9 +108,34 @@ class SGD(FlatOptimizer):
                 lane.slots["momentum_buffer"].parts if group["momentum"] else [],
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
-                lr=lr.to(device) if isinstance(lr, torch.Tensor) else lr,
+                lr=lr.to(param.device) if isinstance(lr, torch.Tensor) else lr,
                 dampening=group["dampening"],
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
-                is_first_step=lane.fresh and job.plan.age == 1,
+                is_first_step=first,
             )
+
+
+def _narrow_sgd(lane: Lane, grads: Sequence[torch.Tensor], group: Group, *, first: bool) -> None:
+    """Update one lane of 16 bits on the CPU in float32, rounding once.
+
+    The fused kernel of torch 2.13 leaves such parameters as they are, and takes the momentum of
+    other elements.
+    """
+    momentum, lr = group["momentum"], group["lr"]
+    columns = [lane.flats["param"], lane.flat_grads(grads)]
+    if momentum:
+        columns.append(lane.flats["momentum_buffer"])
+    for flats in zip(*columns, strict=True):
+        for param, grad, *sums in windows(flats):
+            exact, step = widened(param), widened(grad)
+            if group["maximize"]:
+                step.neg_()
+            step.add_(exact * group["weight_decay"])
+            for kept in sums:
+                total = step
+                if not first:
+                    total = widened(kept).mul_(momentum).add_(step * (1 - group["dampening"]))
+                kept.copy_(total)
+                step = step + total * momentum if group["nesterov"] else total
+            param.copy_(exact.sub_(step.mul_(lr)))

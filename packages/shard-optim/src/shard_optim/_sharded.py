@@ -226,6 +226,8 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(
                 f"expected {len(self.param_groups)} parameter groups, got {len(theirs)}"
             )
+        inner = self._synced()
+        copy = not isinstance(inner, FlatOptimizer)  # which copies into what it has
         found: dict[ShardTensor, dict[str, Any]] = {}
         for number, (group, other) in enumerate(zip(self.param_groups, theirs, strict=True)):
             names = labels_of(group, number)
@@ -235,8 +237,9 @@ class ShardedOptimizer(Optimizer):
                 source = saved["state"].get(key)
                 if source:
                     piece = self._pieces[param]
-                    found[piece] = {k: _cut(name, k, v, piece) for k, v in source.items()}
-        inner = self._synced()
+                    found[piece] = {
+                        k: _cut(name, k, v, piece, copy=copy) for k, v in source.items()
+                    }
         if isinstance(inner, FlatOptimizer):
             state = {piece.spec.name: own for piece, own in found.items()}
             named = [
@@ -311,8 +314,8 @@ class ShardedOptimizer(Optimizer):
                     )
 
 
-def _cut(name: str, key: str, value: Any, piece: ShardTensor) -> Any:
-    """This rank's share of one saved state tensor, in memory of its own."""
+def _cut(name: str, key: str, value: Any, piece: ShardTensor, *, copy: bool) -> Any:
+    """This rank's share of one saved state tensor, in memory of its own if that is asked for."""
     if not isinstance(value, torch.Tensor):
         return deepcopy(value)
     if isinstance(value, ShardTensor):
@@ -321,10 +324,10 @@ def _cut(name: str, key: str, value: Any, piece: ShardTensor) -> Any:
                 f"{name}: {key} is a piece [{value.spec.start}, {value.spec.stop}) of another "
                 f"sharding; load it with shard_ckpt, which moves state between world sizes"
             )
-        return piece.like(value.local.clone())
+        return piece.like(value.local.clone() if copy else value.local)
     if key not in _SCALARS and value.shape == piece.shape:
         own = value.reshape(-1)[piece.spec.start : piece.spec.stop]
-        return piece.like(own.to(piece.device, copy=True))
+        return piece.like(own.to(piece.device, copy=copy))
     if value.numel() != 1:
         raise ValueError(
             f"{name}: expected {key} of shape {tuple(piece.shape)}, got {tuple(value.shape)}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from shard_flat import GatherComm, ShardSpec, ShardTensor
+from shard_optim._homes import Home
 from shard_optim._runs import find_runs, flat_piece, piece_of
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
@@ -28,6 +29,10 @@ class Slot:
     name: str
     dtype: torch.dtype | None = None
     joined: ClassVar[bool] = True
+
+    def dtype_of(self, param: torch.Tensor) -> torch.dtype:
+        """Return the dtype for a parameter. Local."""
+        return param.dtype if self.dtype is None else self.dtype
 
     def blank(self, param: torch.Tensor) -> torch.Tensor:
         """Return zeros for a parameter. Local."""
@@ -62,8 +67,7 @@ class WholeSlot(Slot):
 
     def blank(self, param: torch.Tensor) -> torch.Tensor:
         """Return zeros for a parameter. Local."""
-        dtype = param.dtype if self.dtype is None else self.dtype
-        return torch.zeros(self.shape_of(param), dtype=dtype, device=param.device)
+        return torch.zeros(self.shape_of(param), dtype=self.dtype_of(param), device=param.device)
 
     def shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the shape. Local."""
@@ -128,33 +132,84 @@ class OwnedSlot(Slot):
         return replace(whole, start=start, stop=stop)
 
 
-def allocate_slots(params: Sequence[torch.Tensor], state: State, slots: Sequence[Slot]) -> None:
+def allocate_slots(
+    params: Sequence[torch.Tensor], state: State, slots: Sequence[Slot], home: Home
+) -> None:
     """Make what is missing of the parameters' state: zeros, and step counters at 0.
 
-    Where parameters lie side by side and none of them has a slot, theirs do so too.
+    Where parameters lie side by side and none of them has a slot, theirs do so too. State that
+    lies elsewhere than it should, or in another order than its parameter, is moved.
 
     Args:
         params: parameters.
         state: the optimizer's.
         slots: those that each of the parameters has.
+        home: where joined slots live.
+
+    Raises:
+        OSError: there is no room for them; nothing was made.
 
     **Collective**: local. **Memory**: the slots of each parameter's piece.
     """
-    joined = [slot for slot in slots if slot.joined]
-    for rows in find_runs([[flat_piece(p) for p in params]]):
-        members = [params[row] for row in rows]
-        if len(members) > 1 and not any(slot.name in state[m] for m in members for slot in joined):
-            _allocate_together(members, state, joined)
+    by_device: dict[torch.device, list[tuple[Slot, list[torch.Tensor]]]] = {}
+    for slot in slots:
+        if slot.joined:
+            for block in _blocks(params, state, slot, home):
+                by_device.setdefault(block[0].device, []).append((slot, block))
+    made = [
+        (slot, block, flat)
+        for device, blocks in by_device.items()
+        for (slot, block), flat in zip(
+            blocks, home.zeros([_size_of(*block) for block in blocks], device), strict=True
+        )
+    ]
+    for param in params:  # the counter comes first
+        if "step" not in state[param]:
+            state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+    for slot, block, flat in made:
+        sizes = [piece_of(member).numel() for member in block]
+        for member, part in zip(block, flat.split(sizes), strict=True):
+            old = state[member].get(slot.name)
+            state[member][slot.name] = _shaped(part, member)
+            if old is not None:
+                state[member][slot.name].copy_(old)
     for param in params:
         own = state[param]
-        if "step" not in own:
-            own["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for slot in slots:
             if slot.name not in own:
                 own[slot.name] = slot.blank(param)
-            elif slot.joined and piece_of(own[slot.name]).stride() != piece_of(param).stride():
-                # The kernel goes by memory alone.
-                own[slot.name] = slot.blank(param).copy_(own[slot.name])
+
+
+def _blocks(
+    params: Sequence[torch.Tensor], state: State, slot: Slot, home: Home
+) -> Iterator[list[torch.Tensor]]:
+    """Parameters whose slot is to be made: neighbours together, and those that are alone."""
+    lacking = [p for p in params if not _is_right(state[p].get(slot.name), p, home)]
+    runs = find_runs([[flat_piece(p) for p in lacking]])
+    empty = [row for row, p in enumerate(lacking) if not piece_of(p).numel()]
+    for rows in [*runs, *([row] for row in empty)]:
+        yield [lacking[row] for row in rows]
+
+
+def _is_right(value: torch.Tensor | None, param: torch.Tensor, home: Home) -> bool:
+    """Whether state is there, where it should be and in its parameter's order."""
+    if value is None:
+        return False
+    piece = piece_of(value)
+    # The kernel goes by memory alone.
+    return piece.stride() == piece_of(param).stride() and home.holds(piece, param.device)
+
+
+def _size_of(slot: Slot, block: Sequence[torch.Tensor]) -> tuple[int, torch.dtype]:
+    numel = sum(piece_of(member).numel() for member in block)
+    return numel, slot.dtype_of(block[0])
+
+
+def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Show ``[n]`` as state of a parameter, in the same order of memory."""
+    if isinstance(param, ShardTensor):
+        return param.like(flat)
+    return flat.as_strided(param.shape, param.stride())
 
 
 def check_slots(
@@ -180,7 +235,7 @@ def check_slots(
         value = own.get(slot.name)
         if value is None:
             continue
-        dtype = param.dtype if slot.dtype is None else slot.dtype
+        dtype = slot.dtype_of(param)
         if not slot.fits(value, param) or value.dtype != dtype:
             wanted, there = piece_of(param).shape if slot.joined else slot.shape_of(param), value
             raise ValueError(
@@ -188,18 +243,3 @@ def check_slots(
                 f"{tuple(piece_of(there).shape)} and {there.dtype}; the parameter changed under "
                 f"its state, make a new optimizer"
             )
-
-
-def _allocate_together(
-    members: Sequence[torch.Tensor], state: State, slots: Sequence[Slot]
-) -> None:
-    pieces = [piece_of(m) for m in members]
-    sizes = [p.numel() for p in pieces]
-    for slot in slots:
-        dtype = pieces[0].dtype if slot.dtype is None else slot.dtype
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=pieces[0].device)
-        for member, part in zip(members, flat.split(sizes), strict=True):
-            if isinstance(member, ShardTensor):
-                state[member][slot.name] = member.like(part)
-            elif member.is_contiguous():
-                state[member][slot.name] = part.view(member.shape)

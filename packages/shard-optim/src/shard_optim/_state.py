@@ -28,6 +28,7 @@ class Rules:
             have.
         check: checks the hyper-parameters of a group; its second argument begins the message.
         slots: the state tensors of a parameter of a group.
+        others: those of another optimizer, from which this one makes its own.
         adapt: makes what torch's optimizer saved for a parameter into what this one saves.
     """
 
@@ -35,6 +36,7 @@ class Rules:
     fixed: Mapping[str, Any]
     check: Callable[[Group, str], None]
     slots: Callable[[Group, torch.Tensor], Sequence[Slot]]
+    others: Callable[[Group, torch.Tensor], Sequence[Slot]]
     adapt: Callable[[Saved], Saved]
 
 
@@ -78,14 +80,16 @@ def match_state(
     for number, (group, theirs) in enumerate(zip(groups, saved_groups, strict=True)):
         _check_switches(theirs, number, rules)
         hyper = {**group, **hyper_of(theirs, rules.fixed)}
-        rules.check(hyper, f"group {number}: ")
         keys = keys_of(theirs, group, number)
         used.update(keys)
         for param, key in zip(group["params"], keys, strict=True):
             source = rules.adapt(saved["state"].get(key) or {})
             if source:
-                _check_state(names[param], param, source, rules.slots(hyper, param))
+                other = rules.others(hyper, param)
+                slots = other if _is_of(source, other, param) else rules.slots(hyper, param)
+                _check_state(names[param], param, source, slots, rules.kind)
                 found[param] = source
+        rules.check(hyper, f"group {number}: ")  # another optimizer's state is named before
     unexpected = sorted(map(str, set(saved["state"]) - used))
     if unexpected:
         raise ValueError(f"state for {unexpected}, which no group lists")
@@ -128,22 +132,49 @@ def keys_of(saved: Saved, group: Group, number: int) -> list[Any]:
     return [by_name[name] for name in mine]
 
 
-def _check_state(name: str, param: torch.Tensor, source: Saved, slots: Sequence[Slot]) -> None:
+# Whose state it is that has these slots. SOAP and Shampoo add one or two for a side.
+_OWNERS = {
+    ("exp_avg", "exp_avg_sq"): "Adam or AdamW",
+    ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"): "AdamW8bit",
+    ("compensation", "exp_avg", "exp_avg_sq"): "AdamW with rounding='kahan'",
+    ("exp_avg",): "Lion",
+    ("momentum_buffer",): "SGD or Muon",
+    ("col_var", "row_var"): "Adafactor",
+    ("variance",): "Adafactor",
+}
+
+
+def owner_of(source: Saved) -> str:
+    """Return the name of the optimizer that has state of these slots. Local."""
+    return _OWNERS.get(tuple(sorted(source.keys() - {"step"})), "another optimizer")
+
+
+def _is_of(source: Saved, slots: Sequence[Slot], param: torch.Tensor) -> bool:
+    """Whether state has these slots, floating or not as they are."""
+    return bool(slots) and all(
+        slot.name in source
+        and source[slot.name].is_floating_point() == slot.dtype_of(param).is_floating_point
+        for slot in slots
+    )
+
+
+def _check_state(
+    name: str, param: torch.Tensor, source: Saved, slots: Sequence[Slot], kind: str
+) -> None:
+    owner = owner_of(source)
+    whose = "" if kind in owner.split() else f": it is that of {owner}, and this is {kind}"
     for key in ("step", *(slot.name for slot in slots)):
         if key not in source:
-            raise ValueError(f"{name}: the state has no {key!r}, only {sorted(source)}")
+            raise ValueError(f"{name}: the state has no {key!r}, only {sorted(source)}{whose}")
     for slot in slots:
         value, wanted = source[slot.name], slot.shape_of(param)
         if tuple(value.shape) != wanted:
             raise ValueError(
                 f"{name}: expected {slot.name} of shape {wanted}, got {tuple(value.shape)}"
             )
-        dtype = param.dtype if slot.dtype is None else slot.dtype
+        dtype = slot.dtype_of(param)
         if value.dtype.is_floating_point != dtype.is_floating_point:
-            raise ValueError(
-                f"{name}: expected {slot.name} of {dtype}, got {value.dtype}; another kind of "
-                f"optimizer saved it"
-            )
+            raise ValueError(f"{name}: expected {slot.name} of {dtype}, got {value.dtype}{whose}")
         if isinstance(value, ShardTensor) and not slot.is_cut_like(value, param):
             raise ValueError(
                 f"{name}: {slot.name} is a piece [{value.spec.start}, {value.spec.stop}) of "

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from shard_flat import ShardTensor
 from shard_optim._groups import Group
 from shard_optim._noise import noise, round_stochastically, seed_of
 from shard_optim._plan import Lane
-from shard_optim._runs import piece_of
 from shard_optim._window import widened, window_numel, windows
 
 
@@ -90,8 +88,8 @@ def stochastic_adamw(
     columns = zip(*(lane.flats[name] for name in ("param", "exp_avg", "exp_avg_sq")), strict=True)
     for index, (flats, grad) in enumerate(zip(columns, lane.flat_grads(grads), strict=True)):
         step = int(lane.counts[index]) + age
-        members = [lane.members[row] for row in lane.runs[index].rows]
-        drawn = _segments([(seed_of(names[m], step), m) for m in members], grad)
+        ranges = [(seed_of(names[m], step), start, stop) for m, start, stop in lane.ranges(index)]
+        drawn = _segments(ranges, window_numel(grad.device))
         for (param, first, second, slope), segments in zip(
             windows([*flats, grad]), drawn, strict=True
         ):
@@ -104,14 +102,11 @@ def stochastic_adamw(
 
 
 def _segments(
-    members: Sequence[tuple[int, torch.Tensor]], flat: torch.Tensor
+    ranges: Sequence[tuple[int, int, int]], size: int
 ) -> Iterator[list[tuple[int, int, int]]]:
     """For each window of a run, which elements of which parameters are in it."""
-    size = window_numel(flat.device)
     room, found = size, []
-    for seed, member in members:
-        start = member.spec.start if isinstance(member, ShardTensor) else 0
-        stop = start + piece_of(member).numel()
+    for seed, start, stop in ranges:
         while start < stop:
             taken = min(stop - start, room)
             found.append((seed, start, start + taken))

@@ -1,0 +1,360 @@
+"""State that lives elsewhere: the same bits, a bounded window, and disks that are full."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shard_comm import Comm, SoloComm
+from shard_flat import ShardTensor
+from shard_optim import SGD, Adam, AdamW, Lion, Offload, ShardedOptimizer
+from shard_optim._plan import Lane, Run, cut_windows
+from shard_optim._stage import MappedStage
+from shard_testing import draw_steps, run_ranks, run_threads, take_steps
+
+MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
+GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
+
+SMALL_BYTES = 1 << 14
+SHAPES: list[int | tuple[int, ...]] = [(70, 60), 5, (4, 3), 3001, ()]
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "momentum": lambda p, **how: SGD(p, lr=0.1, momentum=0.9, dampening=0.3, **how),
+    "nesterov": lambda p, **how: SGD(p, lr=0.1, momentum=0.9, nesterov=True, **how),
+    "sgd": lambda p, **how: SGD(p, lr=0.1, **how),
+    "adam": lambda p, **how: Adam(p, lr=0.1, weight_decay=0.1, **how),
+    "adamw": lambda p, **how: AdamW(p, lr=0.1, **how),
+    "kahan": lambda p, **how: AdamW(p, lr=0.1, rounding="kahan", **how),
+    "stochastic": lambda p, **how: AdamW(p, lr=0.1, rounding="stochastic", **how),
+    "lion": lambda p, **how: Lion(p, lr=0.1, **how),
+}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Offload:
+    return Offload("disk", tmp_path, SMALL_BYTES)
+
+
+def pieces(optimizer: Any) -> list[torch.Tensor]:
+    """All state tensors but counters, as they lie."""
+    return [
+        value.local if isinstance(value, ShardTensor) else value
+        for own in optimizer.state.values()
+        for key, value in own.items()
+        if key != "step"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_bits(
+    make_params: MakeParams, give_grads: GiveGrads, disk: Offload, kind: str, dtype: torch.dtype
+) -> None:
+    """Parameters and state, with a gradient that comes late and one that fails to come."""
+    values, steps = draw_steps(SHAPES, dtype, 4)
+    grads: list[list[Any]] = [list(each) for each in steps]
+    grads[0][1] = grads[0][3] = grads[2][0] = None
+    make = KINDS[kind]
+
+    def rank(comm: Comm, how: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        params = make_params(comm, values)
+        optimizer = make(params, offload=how)
+        for step in grads:
+            give_grads(params, step)
+            optimizer.step()
+        return [p.full_tensor().detach() for p in params], [m.clone() for m in pieces(optimizer)]
+
+    expected, whole_state = run_threads(rank, 1, None)[0]
+    for world_size in (1, 2, 4):
+        found = run_threads(rank, world_size, disk)
+        assert all(torch.equal(a, b) for a, b in zip(found[0][0], expected, strict=True))
+        if world_size == 1:
+            assert all(torch.equal(a, b) for a, b in zip(found[0][1], whole_state, strict=True))
+    plain, optimizer = take_steps(
+        lambda params: make([(f"p{i}", p) for i, p in enumerate(params)], offload=disk),
+        values,
+        grads,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, expected, strict=True))
+    assert bool(pieces(optimizer)) == (kind != "sgd")
+
+
+def test_windows_are_cut_at_whole_vectors() -> None:
+    runs = [Run([0], [0], 1200), Run([1], [0], 400)]
+    spans = [[run.span for run in each] for each in cut_windows(runs, [300, 100], 140)]
+    assert spans == [
+        [slice(0, 128)],
+        [slice(128, 256)],
+        [slice(256, 300), slice(0, 64)],
+        [slice(64, 100)],
+    ]
+
+
+def test_state_passes_through_many_windows_in_few_moves(disk: Offload) -> None:
+    """A hundred parameters apart: their moments are read and written as one stretch each."""
+    values, steps = draw_steps([50] * 100, torch.float32, 1)
+    _, optimizer = take_steps(lambda p: AdamW(p, offload=disk), values, steps)
+    (plan,) = optimizer._plans.values()
+    windows = [lane.window for lane in plan.lanes]
+    room = (SMALL_BYTES // 3 // 64 * 64 - 2 * 64) // 8
+    assert len(windows) == -(-5000 // room) == 8
+    assert all(len(window.moves) == 2 for window in windows)
+    assert [window.part for window in windows] == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert sum(move.host.nbytes for w in windows for move in w.moves) == 2 * 100 * 50 * 4
+
+
+def test_on_the_cpu_host_memory_is_the_parameters_own() -> None:
+    values, steps = draw_steps(SHAPES, torch.float32, 2)
+    plain, _ = take_steps(AdamW, values, steps)
+    same, optimizer = take_steps(lambda p: AdamW(p, offload="cpu"), values, steps)
+    assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
+    assert [lane.window for plan in optimizer._plans.values() for lane in plan.lanes] == [None]
+
+
+def test_nothing_is_left_in_the_folder(disk: Offload) -> None:
+    values, steps = draw_steps([1000], torch.float32, 1)
+    _, optimizer = take_steps(lambda p: AdamW(p, offload=disk), values, steps)
+    assert os.listdir(disk.path) == []
+    mapped = Path("/proc/self/maps").read_text()
+    assert mapped.count(str(disk.path)) == 1  # both moments, one file
+    for own in optimizer.state.values():
+        own.clear()
+    optimizer._plans.clear()
+    assert str(disk.path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_state_dict_shares_memory_with_the_files(disk: Offload) -> None:
+    param = nn.Parameter(torch.zeros(5000))
+    param.grad = torch.zeros(5000)
+    optimizer = AdamW([("w", param)], lr=0.1, weight_decay=0, offload=disk)
+    state = optimizer.state_dict(allocate=True)["state"]["w"]
+    state["exp_avg"].fill_(1.0)
+    state["exp_avg_sq"].fill_(4.0)
+    state["step"].fill_(1000)
+    optimizer.step()
+    assert state["exp_avg"].eq(torch.tensor(0.9)).all()
+    expected = -0.1 * 0.9 / (4.0 * 0.999 / (1 - 0.999**1001)) ** 0.5
+    torch.testing.assert_close(param.detach(), torch.full((5000,), expected))
+
+
+def test_copies_and_strangers_state_move_to_files_of_their_own(disk: Offload) -> None:
+    """What a deep copy or a program put into memory is in a file after the next step."""
+    import copy
+
+    values, steps = draw_steps([5000], torch.float32, 3)
+    _, optimizer = take_steps(lambda p: AdamW(p, offload=disk), values, steps[:2])
+    plain, _ = take_steps(AdamW, values, steps)
+    twin = copy.deepcopy(optimizer)
+    for each in (optimizer, twin):
+        (param,) = each.param_groups[0]["params"]
+        param.grad = steps[2][0].clone()
+        each.state[param]["exp_avg"] = each.state[param]["exp_avg"].clone()
+        each.step()
+        assert torch.equal(param, plain[0])
+        assert all(each._home.holds(piece, param.device) for piece in pieces(each))
+    (first,), (second,) = optimizer.state.values(), twin.state.values()
+    assert first["exp_avg_sq"].data_ptr() != second["exp_avg_sq"].data_ptr()
+
+
+def test_groups_added_later(disk: Offload) -> None:
+    values, steps = draw_steps([3000, 2000], torch.float32, 3)
+
+    def train(how: Any) -> list[torch.Tensor]:
+        params = [nn.Parameter(v.clone()) for v in values]
+        optimizer = AdamW(params[:1], lr=0.1, offload=how)
+        for number, grads in enumerate(steps):
+            if number == 1:
+                optimizer.add_param_group({"params": params[1:], "lr": 0.3})
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+        return [p.detach() for p in params]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(disk), train(None), strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_replicated_parameters(disk: Offload, world_size: int) -> None:
+    values, steps = draw_steps(SHAPES, torch.float32, 3)
+    expected, _ = take_steps(AdamW, values, steps)
+
+    def rank(comm: Comm) -> list[torch.Tensor]:
+        make = lambda p: ShardedOptimizer(p, AdamW, comm=comm, offload=disk)  # noqa: E731
+        params, optimizer = take_steps(make, values, steps)
+        held = sum(piece.nbytes for piece in pieces(optimizer))
+        assert held <= 2 * 4 * (sum(v.numel() for v in values) // world_size + 16)
+        return [p.detach() for p in params]
+
+    for found in run_threads(rank, world_size):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[], None]]:
+    """Let no file grow beyond 10,000 bytes, until the returned function is called."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+
+    def lift() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    yield lift
+    lift()
+
+
+def test_a_full_disk_is_named_and_nothing_changes(
+    disk: Offload, small_files: Callable[[], None]
+) -> None:
+    params = [nn.Parameter(torch.ones(5000)), nn.Parameter(torch.ones(10))]
+    optimizer = AdamW(params, lr=0.1, weight_decay=0, offload=disk)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    message = rf"a file of 40080 bytes of state in '{disk.path}', got .*; nothing was changed"
+    with pytest.raises(OSError, match=message):
+        optimizer.step()
+    assert all(param.eq(1).all() for param in params)
+    assert optimizer.state_dict()["state"] == {}
+    with pytest.raises(OSError, match=message):
+        optimizer.state_dict(allocate=True)
+    small_files()
+    optimizer.step()
+    assert all(torch.allclose(param, torch.tensor(0.9)) for param in params)
+    assert [float(own["step"]) for own in optimizer.state.values()] == [1, 1]
+
+
+def test_a_disk_that_fails_is_named_instead_of_ending_the_process(disk: Offload) -> None:
+    """Pages behind the end of a file, which cannot be touched."""
+    param = nn.Parameter(torch.ones(20_000))
+    param.grad = torch.ones(20_000)
+    optimizer = AdamW([param], offload=disk)
+    optimizer.step()
+    for entry in Path("/proc/self/map_files").iterdir():
+        if str(disk.path) in os.readlink(entry):
+            os.truncate(entry, 4096)
+    with pytest.raises(RuntimeError, match=rf"bytes of state in '{disk.path}' cannot be read or"):
+        optimizer.step()
+
+
+def test_a_failed_read_ends_the_step(disk: Offload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread goes on behind the error, and the next step is not stuck."""
+    params = [nn.Parameter(torch.ones(20_000))]
+    params[0].grad = torch.ones(20_000)
+    optimizer = AdamW(params, offload=disk)
+    optimizer.step()
+    calls = []
+
+    def broken(self: MappedStage, moves: Any) -> None:
+        calls.append(len(moves))
+        if len(calls) == 5:
+            raise RuntimeError("offload: gone")
+        bring(self, moves)
+
+    bring = MappedStage._bring
+    monkeypatch.setattr(MappedStage, "_bring", broken)
+    with pytest.raises(RuntimeError, match="offload: gone"):
+        optimizer.step()
+    assert len(calls) == 5
+    optimizer.step()
+    assert len(calls) == 5 + -(-20_000 // 640)
+
+
+def test_an_update_that_fails_waits_for_its_transfers(
+    disk: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [nn.Parameter(torch.ones(20_000))]
+    params[0].grad = torch.ones(20_000)
+    optimizer = AdamW(params, offload=disk)
+    release = Event()
+    ended: list[int] = []
+    bring = MappedStage._bring
+
+    def slow(self: MappedStage, moves: Any) -> None:
+        if ended:  # the second one, which goes on after the update has failed
+            release.wait(60)
+            for _ in range(300):
+                bring(self, moves)
+        bring(self, moves)
+        ended.append(len(moves))
+
+    def failing(lane: Lane, grads: Any, job: Any) -> None:
+        release.set()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MappedStage, "_bring", slow)
+    monkeypatch.setattr(optimizer, "_update", failing)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert ended == [2, 2]
+
+
+def _mapped_bytes(folder: Path) -> int:
+    """Bytes of files of a folder that are in this process's memory."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()
+        if "-" in head[0] and not head[0].endswith(":"):
+            ours = str(folder) in line
+        elif ours and head[0] == "Rss:":
+            total += int(head[1]) << 10
+    return total
+
+
+def _resident_bytes(which: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(which):
+            return int(line.split()[1]) << 10
+    raise AssertionError(which)
+
+
+def _peak_of_a_step(comm: Comm, folder: str, numel: int, window_bytes: int) -> list[int]:
+    """How much memory grows in steps at most; and bytes mapped after a step, a look, a step."""
+    param = nn.Parameter(torch.ones(numel))
+    param.grad = torch.ones(numel)
+    optimizer = AdamW([param], offload=Offload("disk", folder, window_bytes))
+    small = nn.Parameter(torch.ones(10))
+    small.grad = torch.ones(10)
+    AdamW([small], offload=Offload("disk", folder)).step()  # threads, and code that is paged in
+    before = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    for _ in range(3):
+        optimizer.step()
+    grown = _resident_bytes("VmHWM") - before
+    stepped = _mapped_bytes(Path(folder))
+    assert float(optimizer.state[param]["exp_avg"].sum()) > 0
+    looked = _mapped_bytes(Path(folder))
+    optimizer.step()
+    return [grown, stepped, looked, _mapped_bytes(Path(folder))]
+
+
+@pytest.mark.parametrize(("window_mib", "edges_mib"), [(6, 24), (48, 0)])
+def test_a_step_holds_no_more_than_its_window(
+    tmp_path: Path, window_mib: int, edges_mib: int
+) -> None:
+    """128 MiB of state: counted by the system, in a process of its own."""
+    numel = 1 << 24
+    ((grown, *mapped),) = run_ranks(_peak_of_a_step, 1, str(tmp_path), numel, window_mib << 20)
+    assert 3 << 20 <= grown <= (window_mib + edges_mib + 3) << 20
+    assert mapped[0] == mapped[2] == 0
+    assert 4 * numel <= mapped[1] <= 4 * numel + (4 << 20)
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    param = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"^offload: expected one of \('cpu', 'disk'\) or None"):
+        AdamW([param], offload="gpu")
+    with pytest.raises(ValueError, match=r"^offload: expected a folder, got '.*/nowhere'"):
+        Offload("disk", tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"^offload: expected window_bytes >= 16384, got 100"):
+        Offload("disk", tmp_path, window_bytes=100)
+    with pytest.raises(ValueError, match=r"^offload: a folder is for 'disk'"):
+        Offload("cpu", tmp_path)
+    with pytest.raises(TypeError, match="offload"):
+        ShardedOptimizer([param], torch.optim.AdamW, comm=SoloComm(), offload="disk")
