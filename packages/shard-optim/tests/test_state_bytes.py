@@ -24,6 +24,7 @@ from shard_optim import (
     AdamW8bit,
     Lion,
     Muon,
+    Shampoo,
     ShardedOptimizer,
     _window,
 )
@@ -92,6 +93,7 @@ KINDS: dict[str, Kind] = {
     "adafactor": (Adafactor, torch.float32, rows_and_columns),
     "muon": (Muon, torch.float32, momentum_or_moments),
     "soap": (SOAP, torch.float32, owned),
+    "shampoo": (Shampoo, torch.float32, owned),
 }
 
 
@@ -233,7 +235,7 @@ def _measure(comm: Comm) -> dict[str, int]:
         optimizer.step()
         calls[kind] = optimizer.step
     matrices = _sharded(comm, [SIDES] * 4, torch.float32)
-    for kind in ("muon", "soap"):
+    for kind in ("muon", "soap", "shampoo"):
         optimizer = KINDS[kind][0](matrices)
         optimizer.step()
         optimizer.step()
@@ -249,6 +251,7 @@ def test_a_step_takes_no_more_than_the_docstring_says(world_size: int) -> None:
     at_most = {
         "muon": 2 * (pieces + 4 * owned_here) + 2 * 6 * matrix,
         "soap": 4 * (pieces + 4 * owned_here) + 4 * 6 * max(SIDES) ** 2,
+        "shampoo": 4 * (pieces + 4 * owned_here) + 4 * 6 * max(SIDES) ** 2,
     }
     for kind, (windows, rows) in WINDOWS.items():
         at_most[kind] = windows * WINDOW_BYTES
