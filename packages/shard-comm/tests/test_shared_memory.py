@@ -250,6 +250,23 @@ def check_mismatch(comm: Comm) -> None:
         part.broadcast(torch.ones(1), src=min(comm.rank, 1))
 
 
+def check_ranks_that_wait_for_each_other(comm: Comm) -> None:
+    """Rank 0 is at an array, the others at a barrier: all hear of it long before the timeout."""
+    part = comm.split(0)
+    array = part.shared(4 * comm.size, torch.float32, name="layers.0")
+    assert array is not None
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        array.publish().wait() if comm.rank == 0 else part.barrier()
+    assert time.monotonic() - began < part.timeout_s / 4
+    said = comm.all_gather_object(str(caught.value))
+    expected = "ranks wait for each other: rank 0 is in publish of the shared array layers.0 "
+    expected += f"[{4 * comm.size}], rank "
+    assert said[0].startswith(expected)
+    assert "is in barrier()" in said[0]
+    assert said == [said[0]] * comm.size
+
+
 def check_names(comm: Comm) -> None:
     """Same sizes, other names: the sums would have been mixed up. Of long names the start shows."""
     part = comm.split(0)
@@ -526,6 +543,7 @@ CHECKS = [
     check_given_input_is_waited_for_by_nobody,
     check_own_contributions,
     check_mismatch,
+    check_ranks_that_wait_for_each_other,
     check_names,
     check_closing,
     check_closing_ends_a_wait,

@@ -13,6 +13,7 @@ import torch
 
 from shard_comm._arena import Place
 from shard_comm._shared_file import PAGE, SharedFile
+from shard_comm._stories import STORY_BYTES, Stories
 
 SLOTS = 256
 """Collectives that one rank may have under way; the next one waits for the oldest."""
@@ -118,6 +119,9 @@ class Board:
         file: the file that all ranks have open.
         rank: this rank.
         size: number of ranks.
+
+    Attributes:
+        stories: what ranks wait for.
     """
 
     def __init__(self, file: SharedFile, rank: int, size: int) -> None:
@@ -128,18 +132,22 @@ class Board:
         self._labels = size * SLOTS * _LINE_WORDS * 8
         self._reasons = self._labels + size * SLOTS * _LABEL_BYTES
         self.rank = rank
+        self._fence = None if platform.machine() in ("x86_64", "AMD64") else _Fence()
+        stories = self._reasons + size * _REASON_BYTES
+        self.stories = Stories(
+            self._bytes[stories : stories + size * STORY_BYTES], rank, size, fence=self._fence
+        )
         start = self._reason_at(rank)
         self.words[start // 8 + 1] = os.getpid()
         mask = sum(1 << cpu for cpu in os.sched_getaffinity(0) if cpu < 8 * _MASK_BYTES)
         self._bytes[start + 16 : start + 16 + _MASK_BYTES] = mask.to_bytes(_MASK_BYTES, "little")
         self.peers = [r for r in range(size) if r != rank]
         self._peer_slots = [r * SLOTS * _LINE_WORDS for r in self.peers]
-        self._fence = None if platform.machine() in ("x86_64", "AMD64") else _Fence()
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Bytes of the board of ``size`` ranks, in whole pages."""
-        raw = size * (SLOTS * (_LINE_WORDS * 8 + _LABEL_BYTES) + _REASON_BYTES)
+        raw = size * (SLOTS * (_LINE_WORDS * 8 + _LABEL_BYTES) + _REASON_BYTES + STORY_BYTES)
         return -(-raw // PAGE) * PAGE
 
     def fence(self) -> None:

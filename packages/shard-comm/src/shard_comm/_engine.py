@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -223,18 +223,26 @@ class Engine:
         """Return when ``done()``; raise when ``behind()``, the awaited ranks, cannot do it."""
         patience = Patience(crowded=self._crowded)
         look_s = _LOOK_S
-        while not done():
-            patience.pause()
-            if patience.spinning:
-                continue
-            _advance_all()
-            waited_s = patience.waited_s
-            if waited_s < min(look_s, limit_s):
-                continue
-            look_s = waited_s + _LOOK_S
-            problem = self._problem(behind(), what, waited_s, limit_s)
-            if problem is not None and not done():
-                raise self.failure(problem)
+        since: list[int] = []
+        try:
+            while not done():
+                patience.pause()
+                if patience.spinning:
+                    continue
+                _advance_all()
+                waited_s = patience.waited_s
+                if waited_s < min(look_s, limit_s):
+                    continue
+                look_s = waited_s + _LOOK_S
+                missing = behind()
+                since = since or self.board.stories.beats()
+                self.board.stories.tell(what, missing)
+                problem = self._problem(missing, what, waited_s, limit_s) or self._knot(since)
+                if problem is not None and not done():
+                    raise self.failure(problem)
+        finally:
+            if since:
+                self.board.stories.hush()
 
     def _problem(
         self, missing: list[int], what: str, waited_s: float, limit_s: float
@@ -258,8 +266,20 @@ class Engine:
             )
         if waited_s >= limit_s:
             awaited = [number[rank] for rank in missing]
-            return f"{here} waited {limit_s:g} s for ranks {awaited}; ranks {arrived} had arrived"
+            others = "".join(f"; {w}" for w in self._told(self.board.stories.told(), missing))
+            waited = f"{here} waited {limit_s:g} s for ranks {awaited}"
+            return f"{waited}; ranks {arrived} had arrived{others}"
         return None
+
+    def _knot(self, since: list[int]) -> str | None:
+        """Why waiting on makes no sense where ranks wait for each other."""
+        knot = self.board.stories.knot(since)
+        if not knot:
+            return None
+        return f"ranks wait for each other: {', '.join(self._told(knot, knot))}"
+
+    def _told(self, stories: Mapping[int, str], ranks: Iterable[int]) -> list[str]:
+        return [f"rank {self._numbers[r]} is in {stories[r]}" for r in ranks if r in stories]
 
     def check(self) -> None:
         """Raise if the group is broken."""
