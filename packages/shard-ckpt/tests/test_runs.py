@@ -108,6 +108,7 @@ def test_equal_columns_are_one_overlap() -> None:
         ([Runs(0, 13, 3, 5), Runs(3, 20, 3, 5)], r"not within \[0, 15\)"),
         ([Runs(4, 11, 2, 5), Runs(0, 4), Runs(6, 9), Runs(11, 15)], "across a multiple of 5"),
         ([Runs(0, 13, 3, 5), Runs(3, 5, 1, 5), Runs(8, 15, 2, 5)], "distance without runs"),
+        ([Runs(0, 4, 2, 0), Runs(4, 15)], "runs without a distance"),
         ([Runs(0, 5, 0, 5), Runs(0, 13, 3, 5), Runs(3, 15, 3, 5)], "not within"),
         ([Runs(0, 6, 3, 5), Runs(3, 15, 3, 5)], "not within"),
     ],

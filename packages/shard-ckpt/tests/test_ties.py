@@ -171,13 +171,18 @@ class TestLoad:
             filled(tmp_path / "embed", "embed", "head")
 
     def test_optimizer_state_goes_along(self, tmp_path: Path) -> None:
+        """Under the name that the template's optimizer has, whatever names its model has."""
         state = {"state": {"embed": {"exp_avg": TABLE}}, "param_groups": [{"params": ["embed"]}]}
-        save({"optim": state}, tmp_path / "a", comm=SOLO)
-        slots = {"head": {"exp_avg": torch.zeros(7, 5)}}
-        template = {"optim": {"state": slots, "param_groups": [{"params": []}]}}
-        out = load(template, tmp_path / "a", comm=SOLO, rename=TIED)
-        assert torch.equal(slots["head"]["exp_avg"], TABLE)
-        assert out["optim"]["param_groups"] == [{"params": ["head"]}]
+        save({"model": {"embed": TABLE}, "optim": state}, tmp_path / "a", comm=SOLO)
+        for names in (["head"], ["embed", "head"]):
+            slots = {"head": {"exp_avg": torch.zeros(7, 5)}}
+            template = {
+                "model": {name: torch.zeros(7, 5) for name in names},
+                "optim": {"state": slots, "param_groups": [{"params": []}]},
+            }
+            out = load(template, tmp_path / "a", comm=SOLO, rename=TIED)
+            assert torch.equal(slots["head"]["exp_avg"], TABLE)
+            assert out["optim"]["param_groups"] == [{"params": ["head"]}]
 
 
 WRAPPED = Naming(prefix="module.", strip=("_orig_mod", "_checkpoint_wrapped_module"))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import state_dict as helpers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shard_ckpt import convert, inspect, load, save, verify
@@ -149,6 +149,24 @@ def test_fully_sharded_models_load_on_other_meshes(saved: tuple[Path, dict[str, 
     found = run_ranks(_load_all, 2, saved[0])[0]
     assert len(found) == 9
     assert {name: text for name, text in found.items() if text} == {}
+
+
+def _on_some_ranks(comm: Comm, folder: Path) -> list[float]:
+    """Save and load what ranks 0 and 1 hold whole, and rank 2 not at all."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    full = torch.arange(6.0).view(2, 3)
+    save({"model": {"w": distribute_tensor(full, mesh, [Replicate()])}}, folder, comm=comm)
+    state = {"model": {"w": distribute_tensor(torch.zeros(2, 3), mesh, [Replicate()])}}
+    load(state, folder, comm=comm)
+    return state["model"]["w"].to_local().flatten().tolist()
+
+
+def test_a_replica_on_some_ranks_is_theirs(tmp_path: Path) -> None:
+    values = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert run_ranks(_on_some_ranks, 3, tmp_path / "there") == [values, values, []]
+    plain = {"model": {"w": torch.zeros(2, 3)}}
+    load(plain, tmp_path / "there", comm=SoloComm())
+    assert plain["model"]["w"].flatten().tolist() == values
 
 
 def test_they_are_stored_as_they_were_cut(saved: tuple[Path, dict[str, Any]]) -> None:

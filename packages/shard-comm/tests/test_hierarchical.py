@@ -199,8 +199,11 @@ def check_mistakes_break_nothing(comm: HierarchicalComm) -> None:
         comm.all_gather(torch.empty(8), torch.empty(3))
     with pytest.raises((AttributeError, TypeError), match="pickle"):
         comm.all_gather_object(lambda: None)
-    with pytest.raises(ValueError, match=r"expected a GroupComm for CPU tensors, got Hierarchical"):
+    with pytest.raises(ValueError, match=r"of several ranks, for CPU tensors, got Hierarchical"):
         HierarchicalComm.join(comm)
+    alone = GroupComm(dist.new_group([comm.rank], use_local_synchronization=True))
+    with pytest.raises(ValueError, match=r"of several ranks.* got GroupComm\(rank=0 of 1"):
+        HierarchicalComm.join(alone)
     assert comm.all_gather_object(comm.rank) == [0, 1, 2, 3]
 
 
@@ -245,6 +248,36 @@ def check_declared_host(comm: HierarchicalComm) -> None:
         assert total.item() == 3.0
     ours.barrier()
     ours.close()
+
+
+def check_one_host(comm: HierarchicalComm) -> None:
+    """Nothing goes between hosts then."""
+    plain = comm_for(comm.process_group, shared_memory=False)
+    ours = HierarchicalComm.join(plain, host="one")
+    assert ours.hosts.of == (0, 0, 0, 0)
+    values = torch.full((2,), float(comm.rank))
+    ours.broadcast(values, src=3)
+    ours.all_reduce(values)
+    assert values.tolist() == [12.0, 12.0]
+    ours.barrier()
+    ours.close()
+
+
+def check_done_as_a_wait_gives_up(comm: HierarchicalComm) -> None:
+    """What is done by the time that it is asked for has not failed."""
+    waits = iter([RuntimeError("timed out"), None])
+
+    class Late:
+        def wait(self, timeout: timedelta) -> None:
+            error = next(waits)
+            if error is not None:
+                raise error
+
+        def is_completed(self) -> bool:
+            return True
+
+    comm._net._wait_until(Late(), time.monotonic() + 60.0, None)
+    assert list(waits) == []
 
 
 def check_no_memory_on_one_host(comm: HierarchicalComm) -> None:
@@ -334,6 +367,8 @@ CHECKS = [
     check_checked,
     check_forked_child,
     check_declared_host,
+    check_one_host,
+    check_done_as_a_wait_gives_up,
     check_no_memory_on_one_host,
     check_closing,
     check_end_of_a_process,

@@ -93,6 +93,20 @@ def test_ranks_that_differ_over_gloo() -> None:
     run_ranks(_where_names_do_not_travel, 2)
 
 
+def _alone(comm: Comm) -> None:
+    model = _either(comm)
+    model.unshard()
+    for layer in model.layers:
+        layer.unshard()
+    if comm.rank == 0:
+        with torch.no_grad():
+            assert model(torch.ones(1), 1).item() == 2
+
+
+def test_what_is_full_already_runs_on_one_rank_alone() -> None:
+    run_threads(_alone, 2, timeout_s=5)
+
+
 def test_the_trail_of_two_ranks() -> None:
     ours, theirs = Trail(), Trail()
     for trail in (ours, theirs):

@@ -248,6 +248,17 @@ def _strided_is_copied(comm: Comm) -> None:
     assert _full_grads(reducer)[1] == [1.0, 2.0, 3.0, 4.0]
 
 
+def _wider_is_copied(comm: Comm) -> None:
+    """Gradients that are wider than the sum travel in the dtype of the sum."""
+    reducer = _make(comm, UnitSettings(), torch.bfloat16, torch.float32)
+    for index, shape in enumerate([(3,), (2, 2)]):
+        reducer.receive(index, torch.full(shape, 1 + 2**-9))
+    assert reducer._buffer._kept == {}
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer) == [[1.0] * 3, [1.0] * 4]  # bfloat16 has 8 bits
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -256,6 +267,7 @@ def _strided_is_copied(comm: Comm) -> None:
         _kept_across_microbatches,
         _kept_and_forgotten,
         _strided_is_copied,
+        _wider_is_copied,
         _half,
     ],
 )

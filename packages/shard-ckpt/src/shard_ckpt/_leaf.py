@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shard_ckpt._dtypes import dtype_name
@@ -147,7 +148,8 @@ def _dtensor_leaf(tensor: DTensor, section: str, name: str) -> Leaf:
     local = tensor.to_local().detach()
     cut = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
     shards = math.prod(mesh.size(dim) for dim in cut)
-    if shards == 1 and local.numel() == math.prod(shape):
+    is_whole = shards == 1 and local.numel() == math.prod(shape)
+    if is_whole and (not dist.is_initialized() or mesh.size() == dist.get_world_size()):
         return Leaf(section, name, local, shape, 0, local.numel(), None, tensor)
     box = Box((0,) * len(shape), (0,) * len(shape))
     if local.numel():  # else also of ranks that are not in the mesh

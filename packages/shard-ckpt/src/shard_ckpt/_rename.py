@@ -37,13 +37,18 @@ def is_picked(label: str, only: Sequence[str] | None) -> bool:
 def with_template_names(values: Any, pairs: Iterable[tuple[str, str]]) -> Any:
     """Give the state of optimizers, as stored, the template's parameter names. Local.
 
+    Where several names of the template have one tensor, the name is that of the optimizer's state.
+
     Args:
         values: the structure that was stored.
         pairs: of the template's tensors, their name there and the stored one.
     """
-    owners = {(name.partition("#")[0], stored.partition("#")[0]) for name, stored in pairs}
+    found = set()
+    for pair in pairs:
+        owner, stored = (name.partition("#")[0] for name in pair)
+        found.add(("#" not in pair[0], owner != stored, owner, stored))
     names: dict[str, str] = {}
-    for owner, stored in sorted(owners, key=lambda pair: (pair[0] != pair[1], pair)):
+    for _, _, owner, stored in sorted(found):
         names.setdefault(stored, owner)
     if all(owner == stored for stored, owner in names.items()):
         return values

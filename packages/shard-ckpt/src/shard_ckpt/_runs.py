@@ -154,8 +154,8 @@ def tiling_problem(parts: Sequence[Runs], numel: int) -> str | None:
     for part in parts:
         if part.times < 1 or part.length < 1 or part.stop > numel:
             return f"{part} is not within [0, {numel})"
-        if part.stride != (width if part.times > 1 else 0):
-            return f"{part} has a distance without runs"
+        if (part.times > 1) != (part.stride > 0):
+            return f"{part} has runs without a distance, or a distance without runs"
         if part.times > 1 and part.start % width + part.length > width:
             return f"{part} goes across a multiple of {width}"
     held = sum(part.numel for part in parts)

@@ -72,7 +72,7 @@ class _Walker:
         self._rename = rename
         self._paths: dict[tuple[str, str], str] = {}
         self._moved: dict[str, TensorRef] = {}
-        self._lists = 0
+        self._pinned = 0
 
     def enter(self, section: str, value: Any) -> None:
         """Take a section apart."""
@@ -97,9 +97,9 @@ class _Walker:
                 return self._optimizer(node, prefix, path)
             return self._children(node, prefix, path)
         if type(node) in (list, tuple):
-            self._lists += 1
+            self._pinned += 1
             children = self._children(dict(enumerate(node)), prefix, path)
-            self._lists -= 1
+            self._pinned -= 1
             return type(node)(children.values())
         return node
 
@@ -109,7 +109,7 @@ class _Walker:
             name = f"{prefix}{key}"
             moved = len(self._moved)
             found = self.walk(value, name=name, prefix=f"{name}.", path=f"{path}[{key!r}]")
-            if isinstance(found, TensorRef) and found.name != name and not self._lists:
+            if isinstance(found, TensorRef) and found.name != name and not self._pinned:
                 self._moved[found.name] = found
             elif len(self._moved) == moved or found:  # else nothing is left of it
                 result[key] = found
@@ -124,7 +124,7 @@ class _Walker:
                 found = self.walk(value, name=name, prefix=f"{name}.", path=here)
                 result[key] = self._groups(found, prefix) if key == "param_groups" else found
                 continue
-            self._lists += 1  # slots stay with their parameter
+            self._pinned += 1  # slots stay with their parameter
             result[key] = {
                 self._owner(owner, prefix): self.walk(
                     slots,
@@ -134,7 +134,7 @@ class _Walker:
                 )
                 for owner, slots in value.items()
             }
-            self._lists -= 1
+            self._pinned -= 1
         return result
 
     def _owner(self, owner: Any, prefix: str) -> Any:

@@ -408,8 +408,11 @@ class GroupComm(Comm):
             try:
                 work.wait(timedelta(seconds=step_s))
             except RuntimeError:
-                if self._watch is None or step_s == left_s or work.is_completed():
+                if self._watch is None or step_s == left_s:
                     raise
+                if work.is_completed():  # it failed, or was done just now: another wait tells
+                    work.wait(timedelta(seconds=step_s))
+                    return
                 self._watch()
                 if inquiry is not None and inquiry.heard:
                     raise RuntimeError(inquiry.heard) from None

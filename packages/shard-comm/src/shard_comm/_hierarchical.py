@@ -80,20 +80,22 @@ class HierarchicalComm(Comm):
         """Return the comm of the ranks of ``inner``, which is used to meet and then no more.
 
         Args:
-            inner: a GroupComm for CPU tensors.
+            inner: a GroupComm of several ranks, for CPU tensors.
             host: a name that sets ranks of one machine apart; ranks that pass different ones do
                 not share memory. By default the environment variable ``SHARD_HOST``, if set.
             timeout_s: seconds after which a wait raises; by default as in ``inner``.
 
         Raises:
-            ValueError: ``inner`` is no GroupComm for CPU tensors.
+            ValueError: ``inner`` is something else.
             RuntimeError: the ranks of some host cannot open memory of one another; all ranks
                 raise and say which rank failed at what.
 
         **Collective**.
         """
-        if not isinstance(inner, GroupComm) or inner.device.type != "cpu":
-            raise ValueError(f"expected a GroupComm for CPU tensors, got {inner!r}")
+        if not isinstance(inner, GroupComm) or inner.device.type != "cpu" or inner.size == 1:
+            raise ValueError(
+                f"expected a GroupComm of several ranks, for CPU tensors, got {inner!r}"
+            )
         hosts = Hosts.named(inner.all_gather_object(host_name(host)))
         local = _join_hosts(inner, hosts, inner.timeout_s if timeout_s is None else timeout_s)
         net = inner.split(0)

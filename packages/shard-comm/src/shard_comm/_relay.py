@@ -144,7 +144,7 @@ class Relay:
         block = self._take(width, dtype=torch.uint8)
         self._exchange(
             block[: sizes.get(self.rank, 0)],
-            torch.cat([chunks[rank] for rank in remote]) if self.rank == src else block[:0],
+            torch.cat([whole[:0], *(chunks[rank] for rank in remote if self.rank == src)]),
             received={src: sizes[self.rank]} if here != there else {},
             sent=sizes if self.rank == src else {},
             call=call,

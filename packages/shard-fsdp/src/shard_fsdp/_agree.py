@@ -24,10 +24,11 @@ class Trail:
         count: how many collectives.
         checksum: 24 bits over all their names.
         last: the names of the last few.
+        begun_at: how many there were when the forward that runs began.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.begun_at = 0
         self.checksum = 0
         self.last: deque[str] = deque(maxlen=64)
 

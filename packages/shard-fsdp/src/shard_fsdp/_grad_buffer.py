@@ -58,7 +58,7 @@ class GradBuffer:
 
     def receive(self, index: int, grad: torch.Tensor, *, scale: float) -> None:
         """Take parameter ``index``'s gradient, in its global shape, times ``scale``. Local."""
-        data = self._make()
+        self._make()
         slot = self._slots[index]
         if index in self._kept:
             self._kept[index] = self._kept[index] + grad  # its memory may be another's as well
@@ -66,7 +66,7 @@ class GradBuffer:
             slot.add_(grad, alpha=scale)
         elif scale != 1:
             torch.mul(grad, scale, out=slot)
-        elif self._may_keep[index] and grad.is_contiguous() and self._is_read_in_place(data):
+        elif self._may_keep[index] and self._is_read_in_place(grad):
             self._kept[index] = grad
         else:
             slot.copy_(grad)
@@ -127,9 +127,10 @@ class GradBuffer:
             and self._context.comm.device.type == "cpu"
         )
 
-    def _is_read_in_place(self, data: torch.Tensor) -> bool:
+    def _is_read_in_place(self, grad: torch.Tensor) -> bool:
         comm = self._context.settings.reduce_comm or self._context.comm
-        return comm.reads_own and self._is_narrow and data.dtype == self._wire
+        alike = grad.dtype == self._make().dtype and grad.is_contiguous()
+        return comm.reads_own and self._is_narrow and alike
 
     def _make(self) -> torch.Tensor:
         if self._data is None:

@@ -61,8 +61,9 @@ class Muon(MatrixOptimizer):
             floating point, or its comm has no ``all_to_all``.
 
     **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones. What is sent is 2 bytes per element
-    that is not with its owner, once each way. State dictionaries are local.
+    sharded matrices or one all_gather per round of plain ones. Of sharded matrices 2 bytes per
+    element that is not with its owner are sent, once each way; of plain ones the owners' results,
+    as much from each rank as from the one that has most. State dictionaries are local.
 
     **Memory**: one buffer of each matrix's piece; of plain matrices of several ranks, the buffers
     of those that a rank owns. During a step 2 bytes per element of the pieces and of twice what a

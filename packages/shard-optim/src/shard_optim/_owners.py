@@ -38,8 +38,8 @@ class Ledger:
 
         **Collective**: local.
 
-        **Source**: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: the largest load is
-        at most 4/3 of the best possible one.
+        **Source**: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: of what is assigned
+        in one call, the largest load is at most 4/3 of the best possible one.
         """
         loads, numels = self._loads, self._numels
         owners = [0] * len(costs)

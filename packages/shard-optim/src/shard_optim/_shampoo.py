@@ -68,9 +68,10 @@ class Shampoo(MatrixOptimizer):
             floating point, or its comm has no ``all_to_all``.
 
     **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones. What is sent is what is not with
-    its owner, once each way, in float32, or in the parameters' dtype where that has fewer bits.
-    State dictionaries are local.
+    sharded matrices or one all_gather per round of plain ones, in float32, or in the parameters'
+    dtype where that has fewer bits. Of sharded matrices what is not with its owner is sent, once
+    each way; of plain ones the owners' results, as much from each rank as from the one that has
+    most. State dictionaries are local.
 
     **Memory**: for each matrix that a rank owns, in float32, one moment, two with ``"adam"``, and
     for each block two squares of each side.

@@ -24,10 +24,10 @@ _SIDES = {"left": 0, "right": 1}
 class SOAP(MatrixOptimizer):
     """Adam's step in the basis in which a matrix's gradients are least mixed; AdamW for the rest.
 
-    The first gradient of a matrix only tells the basis, and moves nothing. The gradient of each
-    matrix is brought whole to one rank, which keeps all state of the matrix, and pieces of the
-    step come back. Owners are balanced by cost over the whole model. Results have the same bits as
-    on one rank.
+    The first gradient of a matrix only tells the basis: nothing but decay moves it then. The
+    gradient of each matrix is brought whole to one rank, which keeps all state of the matrix, and
+    pieces of the step come back. Owners are balanced by cost over the whole model. Results have
+    the same bits as on one rank.
 
     Parameters that do not have two dimensions, and all of a group with ``elementwise=True``, are
     updated as ``AdamW`` does, with the group's ``lr``, ``weight_decay``, ``betas`` and
@@ -55,9 +55,10 @@ class SOAP(MatrixOptimizer):
             floating point, or its comm has no ``all_to_all``.
 
     **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones. What is sent is what is not with
-    its owner, once each way, in float32, or in the parameters' dtype where that has fewer bits.
-    State dictionaries are local.
+    sharded matrices or one all_gather per round of plain ones, in float32, or in the parameters'
+    dtype where that has fewer bits. Of sharded matrices what is not with its owner is sent, once
+    each way; of plain ones the owners' results, as much from each rank as from the one that has
+    most. State dictionaries are local.
 
     **Memory**: for each matrix that a rank owns, in float32, two moments and two squares of each
     side.
