@@ -93,7 +93,7 @@ def test_errors_name_what_was_looked_for(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "the checkpoint lacks model: z (for a), optim: z#exp_avg (for a#exp_avg), "
         "optim: z#step (for a#step); the template lacks model: x, optim: x#exp_avg, "
-        "optim: x#step; pass strict=False to load what both have"
+        "optim: x#step; pass strict=False to load only what both have"
     )
     with pytest.raises(TypeError, match="rename: expected a str for 'a', got None"):
         load(template("a", "y"), path, comm=SoloComm(), rename=lambda name: None)  # type: ignore[arg-type]
@@ -152,3 +152,23 @@ def test_shards_through_a_checkpointer(tmp_path: Path) -> None:
         return [sharded.full_tensor().tolist(), plain.tolist()]
 
     assert run_threads(rank, 2) == [[[0, 1, 2, 3, 4], [0] * 5]] * 2
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    path = stored(tmp_path / "a", one="x", two="y")
+    fresh = template("x", "y")
+    fresh["optim"]["state"] = {}
+    with pytest.raises(ValueError, match=r"^the template lacks optim: x#exp_avg, optim") as caught:
+        load(fresh, path, comm=SoloComm())
+    assert "take the template from state_dict(allocate=True); pass strict=False" in str(
+        caught.value
+    )
+    with pytest.raises(ValueError, match="; pass strict=False") as caught:
+        load({"model": {}, "optim": fresh["optim"]}, path, comm=SoloComm())
+    assert "allocate" not in str(caught.value)
+    numbered = template("x", "y")
+    numbered["optim"]["state"] = {str(i): s for i, s in enumerate(fresh["optim"]["state"])}
+    numbered["optim"]["state"]["0"] = {"exp_avg": torch.zeros(4)}
+    with pytest.raises(ValueError, match=r"^the checkpoint lacks optim: 0#exp_avg; ") as caught:
+        load(numbered, path, comm=SoloComm())
+    assert "use torch's get_optimizer_state_dict()" in str(caught.value)

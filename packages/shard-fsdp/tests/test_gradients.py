@@ -312,6 +312,24 @@ def test_mixed_precision(world_size: int) -> None:
     run_threads(_mixed_precision, world_size)
 
 
+def _output_dtype_of_a_tree(comm: Comm) -> None:
+    """What follows a unit inside the tree meets its own dtype; the tree's outputs are cast."""
+    seen: list[torch.dtype] = []
+    inner = nn.Sequential(Scale(torch.ones(2)), Scale(torch.ones(2)))
+    model = nn.Sequential(inner, nn.Linear(2, 2, bias=False))
+    inner.register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    fully_shard(model, mesh=comm, mp_policy=policy, policy=by_class(Scale, nn.Sequential))
+    out = model(torch.ones(1, 2))
+    assert seen == [torch.bfloat16]
+    assert out.dtype == torch.float32
+    out.sum().backward()
+
+
+def test_output_dtype_is_that_of_the_outermost_module() -> None:
+    run_threads(_output_dtype_of_a_tree, 2)
+
+
 def _reduces_in_float32(comm: Comm) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layer = fully_shard(Scale(torch.ones(1)), mesh=comm, mp_policy=policy)

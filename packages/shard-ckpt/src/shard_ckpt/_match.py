@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from shard_ckpt._naming import Rename
 from shard_ckpt._rename import check_patterns, is_picked
 from shard_ckpt._runs import Runs, overlaps
 
+_NUMBERED = re.compile(r": \d+#")
 _NAMES_SHOWN = 5
 
 
@@ -120,10 +122,7 @@ def match(
         if _tie_group(record) not in owners and is_picked(record.label, only)
     ]
     if strict and (missing or unexpected):
-        raise ValueError(
-            f"the checkpoint lacks {_listed(missing)}; the template lacks {_listed(unexpected)}; "
-            f"pass strict=False to load what both have"
-        )
+        raise ValueError("; ".join(_complaints(missing, unexpected)))
     if missing or unexpected:
         logger.warning(
             "loaded in part: the checkpoint lacks %s; the template lacks %s",
@@ -195,6 +194,26 @@ def _can_convert(stored: torch.dtype, wanted: torch.dtype) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     return True
+
+
+def _complaints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """What does not match, and what to do about it."""
+    parts = [
+        f"the {side} lacks {_listed(names)}"
+        for side, names in (("checkpoint", missing), ("template", unexpected))
+        if names
+    ]
+    if any(_NUMBERED.search(name) for name in (*missing, *unexpected)):
+        parts.append(
+            "states without names are those of a torch.optim optimizer's state_dict(); use "
+            "torch's get_optimizer_state_dict(), or an optimizer of shard_optim"
+        )
+    elif not missing and all("#" in name for name in unexpected):
+        parts.append(
+            "an optimizer that has not stepped has no states yet; take the template from "
+            "state_dict(allocate=True)"
+        )
+    return [*parts, "pass strict=False to load only what both have"]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast, overload
 
 import torch
@@ -95,7 +95,8 @@ def fully_shard(  # noqa: PLR0913  # torch's arguments and one of ours
         shard_placement_fn: for a parameter, a block length in elements that no rank boundary may
             cut, ``Shard(0)`` to keep rows whole, or None. Other ``Shard(d)`` need no care here:
             boundaries may fall anywhere.
-        mp_policy: dtypes of parameters in compute, of reduction and of outputs.
+        mp_policy: dtypes of parameters in compute, of reduction and of outputs; with ``policy``
+            only the outputs of ``module`` itself are cast.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and so the optimizer's
             state in host memory.
         ignored_params: parameters to leave as they are.
@@ -164,7 +165,7 @@ class _Wrapper:
         inner: set[nn.Module] = {
             m for root in modules for m in root.modules() if isinstance(m, FSDPModule)
         }
-        self._make(modules, self._find(modules, inner))
+        self._make(modules, self._find(modules, inner), self.config)
 
     def wrap_tree(self, modules: Sequence[nn.Module], policy: Policy) -> None:
         if len(modules) != 1:
@@ -179,9 +180,11 @@ class _Wrapper:
                 )
         plans = plan_units(root, policy)
         params = {p.name: p for p in self._find([root], set())}
+        within = replace(self.config, mp_policy=replace(self.config.mp_policy, output_dtype=None))
         for plan in plans:
+            module = root.get_submodule(plan.name)
             mine = [params.pop(name) for name in plan.params if name in params]
-            self._make([root.get_submodule(plan.name)], mine)
+            self._make([module], mine, self.config if module is root else within)
             del mine  # the plain parameters are freed unit by unit
 
     def _find(self, modules: Sequence[nn.Module], inner: set[nn.Module]) -> list[ManagedParam]:
@@ -196,11 +199,13 @@ class _Wrapper:
                 )
         return found
 
-    def _make(self, modules: Sequence[nn.Module], params: Sequence[ManagedParam]) -> None:
+    def _make(
+        self, modules: Sequence[nn.Module], params: Sequence[ManagedParam], config: UnitConfig
+    ) -> None:
         if self.placement is not None:
             for managed in params:
                 managed.block = _block_of(managed, self.placement(managed.original))
-        unit = Unit(modules, params, self.config)
+        unit = Unit(modules, params, config)
         mark_taken(params)
         for managed in params:
             note_replaced(managed.name, managed.original)
