@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shard_comm import Comm, HostStaged, PlanComm, Recorded, Slices, SoloComm, ThreadComm
+from shard_comm._checks import serves
 from shard_testing import run_threads
 
 ONES = torch.ones
@@ -170,10 +171,9 @@ def test_bad_arguments_are_refused_and_the_group_goes_on(name: str) -> None:
 def test_tensors_on_another_device_of_the_same_kind_are_refused() -> None:
     """Ranks share a host: memory of a neighbour's device would be read without a word."""
     comm = SoloComm("cuda:1")
-    assert [comm._serves(torch.device(d)) for d in ("cuda:1", "cuda:0", "cpu")] == [True] + [
-        False
-    ] * 2
-    assert SoloComm("cuda")._serves(torch.device("cuda:3"))
+    devices = [torch.device(d) for d in ("cuda:1", "cuda:0", "cpu")]
+    assert [serves(comm.device, device) for device in devices] == [True, False, False]
+    assert serves(torch.device("cuda"), torch.device("cuda:3"))
     with pytest.raises(ValueError, match=r"expected an inner comm for CPU tensors, got SoloComm"):
         HostStaged(comm, "cuda:1")
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shard_comm._calls import noted
+from shard_comm._checks import check_apart, check_own, check_pair
 from shard_comm._reduction import Reduction
 from shard_comm._slices import Slices
 from shard_comm._tree import tree_sum_wide
@@ -195,9 +196,8 @@ class Comm(ABC):
                 ``inp``'s dtype travels. By default contributions are added in their own dtype.
             own: this rank's contribution to its own slice, in place of that slice of ``inp``:
                 flat tensors of ``inp``'s dtype that make up ``[n]`` one after another. They may
-                be views of that slice, and are left as they are where ``reads_own``. With it,
-                ``inp`` is given away: who does not write to it again need not wait until all
-                others have read it.
+                be views of that slice; others are left as they are. With it ``inp`` is given
+                away: who does not write to it again need not wait until all others have read it.
             async_op: return at once; wait with the returned work.
             timeout_s: seconds after which the wait raises.
             name: what is moved, for errors.
@@ -218,7 +218,9 @@ class Comm(ABC):
         mine = inp.view(self.size, out.numel())[self.rank]
         direct = self.reads_own and op in ("sum", "mean")
         if own is not None:
-            self._check_own(own, out, inp)
+            check_own(own, out, inp, device=self.device, where=self._where)
+            for part in own:
+                self._check_apart("reduce_scatter", out, part)
             if not direct:
                 _fill(mine, own)
         with noted(name, how.detail):
@@ -495,60 +497,14 @@ class Comm(ABC):
         mixed: bool = False,
     ) -> None:
         self._limit_s(op, timeout_s)
-        where = self._where
-        if big.numel() != out_numel:
-            raise ValueError(
-                f"{op}: expected {out_numel} elements beside {small.numel()} on the other side, "
-                f"got {big.numel()} {where}"
-            )
-        if big.dtype != small.dtype and not mixed:
-            raise ValueError(f"{op}: expected one dtype, got {big.dtype} and {small.dtype} {where}")
-        for tensor in (big, small):
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"{op}: expected a contiguous tensor, got strides {tensor.stride()} {where}; "
-                    f"call contiguous()"
-                )
-            if not self._serves(tensor.device):
-                raise ValueError(
-                    f"{op}: expected a tensor on {self.device}, got one on {tensor.device} {where}"
-                )
-
-    def _check_own(self, own: Sequence[torch.Tensor], out: torch.Tensor, inp: torch.Tensor) -> None:
-        numel = sum(part.numel() for part in own)
-        if numel != out.numel():
-            raise ValueError(
-                f"reduce_scatter: expected own to have {out.numel()} elements in all, got {numel} "
-                f"{self._where}"
-            )
-        for part in own:
-            if part.ndim != 1 or not part.is_contiguous() or part.dtype != inp.dtype:
-                raise ValueError(
-                    f"reduce_scatter: expected own to be contiguous tensors [n] of {inp.dtype}, "
-                    f"got {part.dtype} of shape {list(part.shape)}, strides {part.stride()} "
-                    f"{self._where}"
-                )
-            if not self._serves(part.device):
-                raise ValueError(
-                    f"reduce_scatter: expected own on {self.device}, got a tensor on "
-                    f"{part.device} {self._where}"
-                )
-            self._check_apart("reduce_scatter", out, part)
-
-    def _serves(self, device: torch.device) -> bool:
-        mine = self.device
-        return mine.type == device.type and mine.index in (None, device.index)
+        check_pair(
+            op, big, small, numel=out_numel, device=self.device, where=self._where, mixed=mixed
+        )
 
     def _check_apart(self, op: str, out: torch.Tensor, inp: torch.Tensor) -> None:
         """Raise where writing ``out`` changes ``inp`` before other ranks have read it."""
-        if self.size == 1 or out.is_meta or out.numel() == 0:
-            return
-        first, second = sorted([out, inp], key=lambda t: t.data_ptr())
-        if first.data_ptr() + first.nbytes > second.data_ptr():
-            raise ValueError(
-                f"{op}: out and inp overlap in memory {self._where}; pass a tensor of its own for "
-                f"one of them"
-            )
+        if self.size > 1:
+            check_apart(op, out, inp, where=self._where)
 
 
 def _fill(row: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
