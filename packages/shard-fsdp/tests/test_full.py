@@ -74,6 +74,40 @@ def test_reshard_takes_in_what_was_written_unseen(
     run_threads(_written_unseen, world_size, dtype, shares_memory=shares_memory)
 
 
+class _Hiding(nn.Module):
+    """Returns what nobody can look into, so its unit keeps what it has gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x * self.weight
+        return lambda: y
+
+
+def _kept_and_written(comm: Comm, create_graph: bool) -> list[list[float]]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model: Any = fully_shard(_Hiding(), mesh=comm, mp_policy=policy, reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        y = model(torch.ones(4))()
+        seen.append(y.tolist())
+        y.sum().backward(create_graph=create_graph)
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # with create_graph
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_is_kept_for_a_graph_holds_no_step_up(create_graph: bool, shares_memory: bool) -> None:
+    """A rank that keeps full parameters of one step lets others write those of the next."""
+    seen = run_threads(_kept_and_written, 2, create_graph, timeout_s=5, shares_memory=shares_memory)
+    assert seen == [[[1.0] * 4, [0.75] * 4, [0.5] * 4]] * 2
+
+
 def _where_shards_lie(comm: Comm) -> None:
     model: Any = nn.Linear(8, 8, bias=False)
     before = torch.arange(64.0).view(8, 8)

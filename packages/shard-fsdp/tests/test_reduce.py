@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shard_comm import Comm, Recorded
 from shard_flat import ParamSpec, ShardTensor, plan_layout
+from shard_fsdp import fully_shard
+from shard_fsdp._grad_buffer import GradBuffer
 from shard_fsdp._group import GroupContext
 from shard_fsdp._policy import MixedPrecisionPolicy, UnitSettings
 from shard_fsdp._reduce import GradReducer
@@ -259,6 +262,18 @@ def _wider_is_copied(comm: Comm) -> None:
     assert _full_grads(reducer) == [[1.0] * 3, [1.0] * 4]  # bfloat16 has 8 bits
 
 
+def _held_elsewhere_is_copied(comm: Comm) -> None:
+    """Whoever else holds a gradient's memory may write to it before it is reduced."""
+    reducer = _make(comm, UnitSettings())
+    both = torch.ones(7)
+    reducer.receive(0, both[:3])
+    reducer.receive(1, both[3:].view(2, 2))
+    both.fill_(100)
+    reducer.launch()
+    reducer.finish()
+    assert _full_grads(reducer) == [[1.0] * 3, [1.0] * 4]
+
+
 @pytest.mark.parametrize(
     "check",
     [
@@ -268,6 +283,7 @@ def _wider_is_copied(comm: Comm) -> None:
         _kept_and_forgotten,
         _strided_is_copied,
         _wider_is_copied,
+        _held_elsewhere_is_copied,
         _half,
     ],
 )
@@ -290,3 +306,47 @@ def test_small_gradients_are_copied_and_so_are_all_where_nothing_is_read_in_plac
     run_threads(_copied, 2, shares_memory=True)
     monkeypatch.setattr("shard_fsdp._grad_buffer._KEPT_BYTES", 0)
     run_threads(_copied, 2)
+
+
+class _Sum(nn.Module):
+    """Adds vectors as matrices: both have one gradient, which one of them doubles in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.a.view(2, 2) + self.b.view(2, 2)  # the gradient of b comes first
+        self.a.register_hook(lambda grad: grad.mul_(2))
+        return (total * x).sum()
+
+
+def _one_memory(comm: Comm) -> list[float]:
+    model = _Sum()
+    fully_shard(model, mesh=comm)
+    model(torch.ones(2, 2)).backward()
+    grads = [p.grad for p in model.parameters()]
+    return [g.full_tensor().unique().item() for g in grads if isinstance(g, ShardTensor)]
+
+
+def test_gradients_in_one_memory_are_apart(shares_memory: bool) -> None:
+    assert run_threads(_one_memory, 2, shares_memory=shares_memory) == [[2.0, 1.0]] * 2
+
+
+def test_gradients_of_a_backward_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd itself holds nothing of what it handed over."""
+    monkeypatch.setattr("shard_fsdp._grad_buffer._KEPT_BYTES", 0)
+    take, kept = GradBuffer.take, []
+
+    def watched(buffer: GradBuffer) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        kept.append(sorted(buffer._kept))
+        return take(buffer)
+
+    def rank(comm: Comm) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+        fully_shard(model, mesh=comm)
+        model(torch.ones(2, 8)).sum().backward()
+
+    monkeypatch.setattr(GradBuffer, "take", watched)
+    run_threads(rank, 2, shares_memory=True)
+    assert sorted(kept) == [[0, 1, 2], [3, 4, 5]]

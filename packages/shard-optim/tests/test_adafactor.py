@@ -23,7 +23,16 @@ MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
 TrainDecoder = Callable[..., list[float]]
 
-SHAPES: list[tuple[int, ...]] = [(7, 5), (3,), (4, 2, 3, 3), (90, 400), (), (1, 9), (0, 4)]
+SHAPES: list[tuple[int, ...]] = [
+    (7, 5),
+    (3,),
+    (4, 2, 3, 3),
+    (90, 400),
+    (),
+    (1, 9),
+    (0, 4),
+    (4, 0),
+]
 HYPER: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "d": 1.0, "beta2_decay": -0.7}
 
 

@@ -126,6 +126,7 @@ class MappedFull(Full):
         self, shard: torch.Tensor, part: tuple[Comm, torch.Tensor] | None, *, name: str
     ) -> Work:
         """Write this rank's slice if need be; the work waits for the others. Collective."""
+        self._array.release()  # what a graph still held is replaced, by other ranks too
         address = shard.data_ptr()
         state = (address, shard._version)
         if self._written != state and address != self.own.data_ptr():

@@ -23,7 +23,8 @@ class GradBuffer:
     unsynchronised, the array has the reduction dtype.
 
     Where a transport reads this rank's own contribution in place, large gradients of which this
-    rank owns all are not copied: nobody else needs them.
+    rank owns all are not copied: no other rank needs them. A gradient whose memory somebody else
+    holds as well, such as that of another parameter, is copied: who holds it may write to it.
 
     Args:
         layout: the group's layout.
@@ -61,12 +62,12 @@ class GradBuffer:
         self._make()
         slot = self._slots[index]
         if index in self._kept:
-            self._kept[index] = self._kept[index] + grad  # its memory may be another's as well
+            self._kept[index] = self._kept[index] + grad  # a hook may have kept it, too
         elif self.arrived[index]:
             slot.add_(grad, alpha=scale)
         elif scale != 1:
             torch.mul(grad, scale, out=slot)
-        elif self._may_keep[index] and self._is_read_in_place(grad):
+        elif self._may_keep[index] and self._is_read_in_place(grad) and _is_sole(grad):
             self._kept[index] = grad
         else:
             slot.copy_(grad)
@@ -138,3 +139,9 @@ class GradBuffer:
             self._data = self._context.comm.empty(self._layout.numel, dtype)
             self._slots = self._layout.views(self._data)
         return self._data
+
+
+def _is_sole(grad: torch.Tensor) -> bool:
+    """Whether a gradient lies in memory that no other tensor holds. Local."""
+    storage = grad.untyped_storage()  # counted once more for this object
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 2)

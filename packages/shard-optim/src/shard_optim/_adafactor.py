@@ -235,7 +235,7 @@ class _Factored:
 
     @classmethod
     def of(cls, own: dict[str, Any], rows: Rows, floor: float) -> _Factored:
-        by_row, by_column = own["row_var"], own["col_var"].view(-1, rows.columns)
+        by_row, by_column = own["row_var"], own["col_var"].view(rows.matrices, rows.columns)
         mean = by_row.mean(dim=-2, keepdim=True).clamp_min(math.sqrt(floor))
         by_row = (by_row / mean).view(-1, 1)
         roots = None
