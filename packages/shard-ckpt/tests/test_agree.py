@@ -51,7 +51,7 @@ def test_all_go_on_if_all_succeed() -> None:
             OSError,
             "[Errno 28] No space (rank 1 of 3): '/x/f'",
         ),
-        (FileNotFoundError("gone"), RuntimeError, "FileNotFoundError: gone (rank 1 of 3)"),
+        (FileNotFoundError("gone"), FileNotFoundError, "gone (rank 1 of 3)"),
     ],
 )
 def test_all_raise_what_one_rank_raised(error: Exception, kind: type, text: str) -> None:

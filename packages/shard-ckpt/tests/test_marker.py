@@ -31,6 +31,16 @@ def test_a_folder_without_a_marker_is_no_checkpoint(folder: Path) -> None:
         read_index(folder)
 
 
+def test_a_folder_of_checkpoints_says_what_is_in_it(folder: Path, tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "COMMITTED").write_bytes((folder / "COMMITTED").read_bytes())
+    (tmp_path / "c").mkdir()
+    (folder / "COMMITTED").unlink()
+    with pytest.raises(CheckpointError, match=r"not a finished checkpoint; it holds .*: a, b$"):
+        read_marker(tmp_path)
+
+
 def test_no_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         read_index(tmp_path / "x")

@@ -13,7 +13,8 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CheckpointError, ValueError, TypeError, AssertionError)
+    kind.__name__: kind
+    for kind in (CheckpointError, FileNotFoundError, ValueError, TypeError, AssertionError)
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._index import FORMAT_VERSION, INDEX_NAME, Index, check_version, parse_index
 from shard_ckpt._json import canonical_json, is_count, strict_loads
-from shard_ckpt._places import Place
+from shard_ckpt._places import Place, names_in
 
 MARKER_NAME = "COMMITTED"
 
@@ -67,8 +67,10 @@ def read_marker(folder: Place) -> Marker:
     if raw is None:
         if not folder.exists():
             raise FileNotFoundError(f"{folder}: no such checkpoint")
+        inside = [name for name in names_in(folder) if (folder / name / MARKER_NAME).exists()]
+        hint = f"; it holds checkpoints: {', '.join(inside[-3:])}" if inside else ""
         raise CheckpointError(
-            f"{folder}: no {MARKER_NAME} marker, so it is not a finished checkpoint"
+            f"{folder}: no {MARKER_NAME} marker, so it is not a finished checkpoint{hint}"
         )
     table = strict_loads(raw, label=str(path))
     check_version(table, str(path))
