@@ -306,7 +306,9 @@ class Comm(ABC):
         """
         self._check("broadcast", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
         if not 0 <= src < self.size:
-            raise ValueError(f"broadcast: expected src in [0, {self.size}), got {src} {self._where}")
+            raise ValueError(
+                f"broadcast: expected src in [0, {self.size}), got {src} {self._where}"
+            )
         with noted(name):
             return self._end(self._broadcast(tensor.view(-1), src, timeout_s), async_op)
 
