@@ -15,11 +15,11 @@ from shard_comm._comm import Comm, Work
 from shard_comm._engine import Engine
 from shard_comm._group import GroupComm
 from shard_comm._hosts import Hosts
-from shard_comm._relay import Clock, Fold, Relay, writable
+from shard_comm._relay import Clock, Relay, writable
 from shard_comm._shared_file import NoSharedMemoryError, host_name
 from shard_comm._shared_memory import SharedMemoryComm, call_of
 from shard_comm._slices import Slices
-from shard_comm._tree import reduce_rows, tree_sum_wide
+from shard_comm._tree import reduce_rows
 from shard_comm._worker import Worker
 
 logger = logging.getLogger("shard_comm")
@@ -165,7 +165,7 @@ class HierarchicalComm(Comm):
     def _reduce_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
     ) -> Work:
-        call, fold = call_of("reduce_scatter", inp, op=op), _folding(op)
+        call, fold = call_of("reduce_scatter", inp, op=op), moves.folding(op)
         return self._give(lambda clock: self._relay.scatter(call, out, inp, fold, clock), timeout_s)
 
     def _sum_scatter(
@@ -173,7 +173,7 @@ class HierarchicalComm(Comm):
     ) -> Work:
         if not self._sums_are_less(out.dtype, inp.dtype):
             return super()._sum_scatter(out, inp, divisor, timeout_s)
-        call, fold = call_of("reduce_scatter", inp, op="sum"), _adding(divisor)
+        call, fold = call_of("reduce_scatter", inp, op="sum"), moves.adding(divisor)
         return self._give(lambda clock: self._relay.scatter(call, out, inp, fold, clock), timeout_s)
 
     def _all_reduce(self, flat: torch.Tensor, op: str, timeout_s: float | None) -> Work:
@@ -182,7 +182,7 @@ class HierarchicalComm(Comm):
         def job(clock: Clock) -> None:
             mine = writable(flat)
             if mine.nbytes > _SMALL_BYTES:
-                self._relay.reduce_large(call, mine, mine, _folding(op), clock)
+                self._relay.reduce_large(call, mine, mine, moves.folding(op), clock)
                 return
             rows = torch.empty(self.size, mine.numel(), dtype=mine.dtype)
             self._relay.gather(call, rows, mine, clock)
@@ -195,7 +195,7 @@ class HierarchicalComm(Comm):
     ) -> Work:
         if flat.nbytes <= _SMALL_BYTES or not self._sums_are_less(out.dtype, flat.dtype):
             return super()._sum_all(out, flat, divisor, timeout_s)
-        call, fold = call_of("all_reduce", flat, op="sum"), _adding(divisor)
+        call, fold = call_of("all_reduce", flat, op="sum"), moves.adding(divisor)
         return self._give(
             lambda clock: self._relay.reduce_large(call, writable(out), flat, fold, clock),
             timeout_s,
@@ -306,11 +306,3 @@ def _join_hosts(inner: GroupComm, hosts: Hosts, timeout_s: float) -> SharedMemor
             return local
         reasons.append(problems[0])
     raise NoSharedMemoryError("; ".join(reasons))
-
-
-def _folding(op: str) -> Fold:
-    return lambda terms, out: moves.reduce_blocks(terms, op, out)
-
-
-def _adding(divisor: int) -> Fold:
-    return lambda terms, out: tree_sum_wide(terms, out, divisor=divisor)

@@ -14,11 +14,9 @@ from shard_comm._board import Call
 from shard_comm._group import GroupComm, bytes_of
 from shard_comm._hosts import Hosts
 from shard_comm._shared_memory import SharedMemoryComm
+from shard_comm._shared_moves import Fold
 from shard_comm._tree import join_subtrees
 from shard_comm._turn import Body, Turn
-
-Fold = Callable[[list[torch.Tensor], torch.Tensor], None]
-"""Reduces terms ``[n]`` in rank order into the second argument ``[n]``."""
 
 
 class Clock:

@@ -179,8 +179,8 @@ class SharedMemoryComm(Comm):
     def _reduce_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, op: str, timeout_s: float | None
     ) -> Work:
-        call = call_of("reduce_scatter", inp, op=op)
-        return self._launch(call, lambda turn: moves.scatter(turn, out, inp, op), timeout_s)
+        call, fold = call_of("reduce_scatter", inp, op=op), moves.folding(op)
+        return self._launch(call, lambda turn: moves.scatter(turn, out, inp, fold), timeout_s)
 
     def _sum_parts(
         self,
@@ -213,10 +213,8 @@ class SharedMemoryComm(Comm):
     def _sum_scatter(
         self, out: torch.Tensor, inp: torch.Tensor, divisor: int, timeout_s: float | None
     ) -> Work:
-        call = call_of("reduce_scatter", inp, op="sum")
-        return self._launch(
-            call, lambda turn: moves.scatter_wide(turn, out, inp, divisor), timeout_s
-        )
+        call, fold = call_of("reduce_scatter", inp, op="sum"), moves.adding(divisor)
+        return self._launch(call, lambda turn: moves.scatter(turn, out, inp, fold), timeout_s)
 
     def _sum_all(
         self, out: torch.Tensor, flat: torch.Tensor, divisor: int, timeout_s: float | None

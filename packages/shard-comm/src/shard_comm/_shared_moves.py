@@ -19,6 +19,9 @@ _SMALL_BYTES = 32 << 10
 Read = Callable[[int, int, Callable[[int], torch.Tensor]], None]
 """Takes columns ``[low, high)``; the function gives a rank's ``[rows, high - low]``."""
 
+Fold = Callable[[list[torch.Tensor], torch.Tensor], None]
+"""Reduces terms ``[n]`` in rank order into the second argument ``[n]``."""
+
 
 def gather(turn: Turn, out: torch.Tensor, inp: torch.Tensor) -> Body:
     """Copy every rank's input into its row of ``out``."""
@@ -33,13 +36,13 @@ def gather(turn: Turn, out: torch.Tensor, inp: torch.Tensor) -> Body:
     return by_columns(turn, inp.view(1, -1), read, showing=True)
 
 
-def scatter(turn: Turn, out: torch.Tensor, inp: torch.Tensor, op: str) -> Body:
-    """Reduce this rank's row of every rank's input."""
+def scatter(turn: Turn, out: torch.Tensor, inp: torch.Tensor, fold: Fold) -> Body:
+    """Fold this rank's row of every rank's input."""
     flat = out.view(-1)
 
     def read(low: int, high: int, theirs: Callable[[int], torch.Tensor]) -> None:
         terms = [theirs(rank)[turn.rank] for rank in range(turn.size)]
-        reduce_blocks(terms, op, flat[low:high])
+        fold(terms, flat[low:high])
 
     return by_columns(turn, inp.view(turn.size, out.numel()), read, showing=True, unread=turn.rank)
 
@@ -62,17 +65,6 @@ def scatter_sum(
 
     rows = inp.view(turn.size, out.numel())
     return by_columns(turn, rows, read, showing=True, unread=turn.rank, donated=donated)
-
-
-def scatter_wide(turn: Turn, out: torch.Tensor, inp: torch.Tensor, divisor: int) -> Body:
-    """Add this rank's row of every rank's input in ``out``'s wider dtype, each divided first."""
-    flat = out.view(-1)
-
-    def read(low: int, high: int, theirs: Callable[[int], torch.Tensor]) -> None:
-        terms = [theirs(rank)[turn.rank] for rank in range(turn.size)]
-        tree_sum_wide(terms, flat[low:high], divisor=divisor)
-
-    return by_columns(turn, inp.view(turn.size, out.numel()), read, showing=True, unread=turn.rank)
 
 
 def sum_all_wide(turn: Turn, out: torch.Tensor, flat: torch.Tensor, divisor: int) -> Body:
@@ -254,3 +246,13 @@ def reduce_blocks(terms: list[torch.Tensor], op: str, out: torch.Tensor) -> None
     for low in range(0, out.numel(), width):
         block = slice(low, low + width)
         reduce_terms([term[block] for term in terms], op, out[block])
+
+
+def folding(op: str) -> Fold:
+    """Return what reduces terms in their own dtype."""
+    return lambda terms, out: reduce_blocks(terms, op, out)
+
+
+def adding(divisor: int) -> Fold:
+    """Return what adds terms in the wider dtype of the result, each divided first."""
+    return lambda terms, out: tree_sum_wide(terms, out, divisor=divisor)
