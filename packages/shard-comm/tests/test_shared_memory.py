@@ -267,6 +267,19 @@ def check_ranks_that_wait_for_each_other(comm: Comm) -> None:
     assert said == [said[0]] * comm.size
 
 
+def check_failing_at_once(comm: Comm) -> None:
+    """Each rank finds a reason of its own at the same moment: all raise the same one."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    part.barrier()
+    error = part._engine.failure(f"rank {part.rank} has had enough")
+    said = comm.all_gather_object(str(error))
+    assert said == [said[0]] * comm.size
+    assert said[0] in {f"rank {rank} has had enough" for rank in range(comm.size)}
+    with pytest.raises(RuntimeError, match=said[0]):
+        part.barrier()
+
+
 def check_names(comm: Comm) -> None:
     """Same sizes, other names: the sums would have been mixed up. Of long names the start shows."""
     part = comm.split(0)
@@ -544,6 +557,7 @@ CHECKS = [
     check_own_contributions,
     check_mismatch,
     check_ranks_that_wait_for_each_other,
+    check_failing_at_once,
     check_names,
     check_closing,
     check_closing_ends_a_wait,

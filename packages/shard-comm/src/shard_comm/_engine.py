@@ -295,10 +295,21 @@ class Engine:
     def failure(self, reason: str) -> RuntimeError:
         """Break the group for this reason, unless it is broken; return the error to raise."""
         if self._broken is None:
-            self._broken = reason
-            self.board.give_up(reason)
+            self._broken = self._first_reason(reason)
+            self.board.give_up(self._broken)
             self._under_way.clear()
         return RuntimeError(self._broken)
+
+    def _first_reason(self, reason: str) -> str:
+        """Return why the group breaks: of ranks that find a reason each, one speaks for all."""
+        patience = Patience(crowded=True)
+        while True:
+            claimed = self.file.claim(self.size)
+            for earlier in self.board.last_words().values():
+                return earlier
+            if claimed or patience.waited_s > _LOOK_S:  # who claimed it stands still
+                return reason
+            patience.pause()
 
     def _advance_pending(self) -> None:
         """Do this rank's part of what is under way, unless another thread does."""

@@ -80,6 +80,16 @@ class SharedFile:
 
         fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
+    def claim(self, byte: int) -> bool:
+        """Take a byte past the ranks' ones for good, unless another process holds it."""
+        import fcntl
+
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):  # as the system has it
+            return False
+        return True
+
     def is_alive(self, rank: int) -> bool:
         """Whether the process of another rank has the file open still.
 
