@@ -79,6 +79,7 @@ def _different_losses(comm: Comm) -> None:
 def _where_names_do_not_travel(comm: Comm) -> None:
     """Over Gloo the trail that each rank leaves tells."""
     gloo = comm_for(shared_memory=False)
+    _different_models(gloo)
     assert (
         "first difference is at number 0: rank 0: gather layers.0.weight, "
         "rank 1: gather layers.1.weight"
@@ -91,6 +92,33 @@ def _where_names_do_not_travel(comm: Comm) -> None:
 
 def test_ranks_that_differ_over_gloo() -> None:
     run_ranks(_where_names_do_not_travel, 2)
+
+
+def _different_models(comm: Comm) -> None:
+    """Equal bytes per unit, another shape, another number of units, values on some ranks only."""
+    widths = [(4, 3), (4, 3) if comm.rank == 0 else (3, 4)]
+    model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in widths))
+    fully_shard(model, mesh=comm)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(4))
+    assert str(caught.value) == (
+        "the ranks sharded different models; the first difference is at number 1: "
+        "rank 0: 1.weight [3, 4] torch.float32 on cpu in unit 0, "
+        "rank 1: 1.weight [4, 3] torch.float32 on cpu in unit 0. "
+        "Build the same model on all ranks, and call fully_shard on the same modules in the same "
+        "order"
+    )
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    if comm.rank == 1:
+        fully_shard(model[0], mesh=comm)
+    fully_shard(model, mesh=comm)
+    with pytest.raises(RuntimeError, match=r"number 1: rank 0: 1\.w.* unit 0, rank 1: .* unit 1\."):
+        model(torch.ones(4))
+    with torch.device("meta" if comm.rank == 1 else "cpu"):
+        lazy: Any = nn.Linear(4, 4, bias=False)
+    fully_shard(lazy, mesh=comm)
+    with pytest.raises(RuntimeError, match=r"on cpu in unit 0, rank 1: weight .* on meta in unit"):
+        lazy(torch.ones(4))
 
 
 def _alone(comm: Comm) -> None:
@@ -255,6 +283,7 @@ def _no_parameter(comm: Comm) -> None:
 @pytest.mark.parametrize(
     "check",
     [
+        _different_models,
         _different_units,
         _different_losses,
         _callable_on_one_rank,

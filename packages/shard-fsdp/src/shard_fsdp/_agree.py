@@ -35,7 +35,7 @@ class Trail:
     def append(self, what: str) -> None:
         """Note one collective. Local."""
         self.count += 1
-        self.checksum = zlib.crc32(what.encode(), self.checksum) & 0xFFFFFF
+        self.checksum = _checksum(what, self.checksum)
         self.last.append(what)
 
 
@@ -132,6 +132,36 @@ def check_trail(trail: Trail, comm: Comm, replicas: Comm | None) -> None:
         _sum_on_one_trail([], trail, comm, replicas)
 
 
+def check_same_model(units: Sequence[Unit], comm: Comm, replicas: Comm | None) -> None:
+    """Tell whether all ranks cut the same parameters in the same units. One all_reduce of 16 bytes.
+
+    Raises:
+        RuntimeError: they did not; on all ranks, with the first difference.
+
+    **Collective**: all ranks of ``comm`` and of ``replicas``.
+    """
+    if _count(comm, replicas) == 1:
+        return
+    lines = [
+        f"{param.spec.name} {list(spec.shape)} {spec.dtype} on {param.device.type} in unit {number}"
+        for number, unit in enumerate(units)
+        for group in unit.groups
+        for param, spec in zip(group.sharded_params, group.layout.specs, strict=True)
+    ]
+    if _sum_if_same(_checksum("\n".join(lines)), [], comm, replicas) is not None:
+        return
+    raise RuntimeError(
+        f"the ranks sharded different models; the first difference is at number "
+        f"{_first_difference(lines, 0, comm, replicas)}. Build the same model on all ranks, and "
+        f"call fully_shard on the same modules in the same order"
+    )
+
+
+def _checksum(text: str, before: int = 0) -> int:
+    """24 bits, so that squares of many of them can be added."""
+    return zlib.crc32(text.encode(), before) & 0xFFFFFF
+
+
 def _count(comm: Comm, replicas: Comm | None) -> int:
     return comm.size * (1 if replicas is None else replicas.size)
 
@@ -139,11 +169,18 @@ def _count(comm: Comm, replicas: Comm | None) -> int:
 def _sum_on_one_trail(
     numbers: Sequence[int], trail: Trail, comm: Comm, replicas: Comm | None
 ) -> list[int]:
-    mine = trail.checksum
-    once, squared, *total = _sum_over_ranks([mine, mine * mine, *numbers], comm, replicas)
-    if once**2 != _count(comm, replicas) * squared:
+    total = _sum_if_same(trail.checksum, numbers, comm, replicas)
+    if total is None:
         raise RuntimeError(_where_trails_part(trail, comm, replicas))
     return total
+
+
+def _sum_if_same(
+    mine: int, numbers: Sequence[int], comm: Comm, replicas: Comm | None
+) -> list[int] | None:
+    """Return the sums over ranks of ``numbers``; None where ``mine`` is not the same on all."""
+    once, squared, *total = _sum_over_ranks([mine, mine * mine, *numbers], comm, replicas)
+    return total if once**2 == _count(comm, replicas) * squared else None
 
 
 def _sum_over_ranks(numbers: list[int], comm: Comm, replicas: Comm | None) -> list[int]:
@@ -158,23 +195,39 @@ def _sum_over_ranks(numbers: list[int], comm: Comm, replicas: Comm | None) -> li
 
 def _where_trails_part(trail: Trail, comm: Comm, replicas: Comm | None) -> str:
     """Say on which collective the ranks differ first. Collective."""
-    first = trail.count - len(trail.last)
-    everyone = [comm.all_gather_object((first, list(trail.last)))]
+    found = _first_difference(list(trail.last), trail.count - len(trail.last), comm, replicas)
+    if found is None:
+        return (
+            f"the ranks launched different collectives, longer ago than the last "
+            f"{len(trail.last)}; all ranks must use the same units in the same order"
+        )
+    return (
+        f"the ranks launched different collectives, so their data are mixed up and the "
+        f"gradients are not to be used; the first difference is at number {found}. All ranks must "
+        f"use the same units in the same order, in backward too: a loss that does not depend on a "
+        f"unit adds 0 * its output"
+    )
+
+
+def _first_difference(
+    lines: list[str], first: int, comm: Comm, replicas: Comm | None
+) -> str | None:
+    """Say at which number ranks have different lines, and which. Collective.
+
+    Args:
+        lines: of this rank.
+        first: the first one's number.
+        comm: the ranks.
+        replicas: the ranks that hold the same.
+    """
+    everyone = [comm.all_gather_object((first, lines))]
     if replicas is not None:
-        everyone = [trails[0] for trails in replicas.all_gather_object(everyone)]
-    steps = [dict(enumerate(last, start)) for trails in everyone for start, last in trails]
-    shared = range(max(min(s, default=0) for s in steps), max(max(s, default=0) for s in steps) + 1)
-    for index in shared:
-        found = [s.get(index, "nothing more") for s in steps]
+        everyone = [theirs[0] for theirs in replicas.all_gather_object(everyone)]
+    numbered = [dict(enumerate(those, start)) for ranks in everyone for start, those in ranks]
+    begin = max(min(those, default=0) for those in numbered)
+    for index in range(begin, max(max(those, default=0) for those in numbered) + 1):
+        found = [those.get(index, "nothing more") for those in numbered]
         if len(set(found)) > 1:
             calls = ", ".join(f"rank {r}: {what}" for r, what in enumerate(found[:8]))
-            return (
-                f"the ranks launched different collectives, so their data are mixed up and the "
-                f"gradients are not to be used; the first difference is at number {index}: "
-                f"{calls}. All ranks must use the same units in the same order, in backward too: "
-                f"a loss that does not depend on a unit adds 0 * its output"
-            )
-    return (
-        f"the ranks launched different collectives, longer ago than the last {len(trail.last)}; "
-        f"all ranks must use the same units in the same order"
-    )
+            return f"{index}: {calls}"
+    return None

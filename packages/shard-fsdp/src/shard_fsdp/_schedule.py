@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
-from shard_fsdp._agree import Arrivals, Trail, agree_on_any, agree_on_arrivals, check_trail
+from shard_fsdp._agree import (
+    Arrivals,
+    Trail,
+    agree_on_any,
+    agree_on_arrivals,
+    check_same_model,
+    check_trail,
+)
 from shard_fsdp._boundary import reaches_a_leaf
 from shard_fsdp._path import Path
 
@@ -88,6 +95,19 @@ class Schedule:
         order = {id(memo[id(u)]): i for i, u in enumerate(self.units) if id(u) in memo}
         schedule.units.sort(key=lambda u: order[id(u)])
         return schedule
+
+    def compare(self, unit: Unit) -> None:
+        """Make sure, before a gather, that the ranks that share ``unit`` have the same units.
+
+        Raises:
+            RuntimeError: they have not; on all of them.
+
+        **Collective**: all ranks of the unit.
+        """
+        alike = [each for each in self.units if _ranks_of(each) == _ranks_of(unit)]
+        check_same_model(alike, unit.config.comm, unit.config.replicas)
+        for each in alike:
+            each.is_compared = True
 
     # --- forward ---
 

@@ -62,6 +62,7 @@ class Unit:
         gathered_in: the schedule's count of pauses when it was gathered.
         has_storage: its full buffers hold something, gathered or on the way.
         is_exposed: its modules see full parameters.
+        is_compared: its ranks were found to have the same units.
         backward: what the backward that runs does with it.
         keeps_full: its last forward returned an object that may hide tensors, so nothing would
             gather again before their backward, or that shows full parameters; the storage stays
@@ -106,6 +107,7 @@ class Unit:
         self.to_run: set[nn.Module] = set()
         self.keeps_full = False
         self.is_full = False
+        self.is_compared = False
         self.gathered_in = 0
         self.has_storage = False
         self._gathering: list[Work] = []
@@ -184,6 +186,8 @@ class Unit:
         if not self.is_exposed:
             self.settle()
         self.wait_for_unshard()
+        if not self.is_compared:
+            self.schedule.compare(self)
         if self.groups:
             self.schedule.trail_of(self).append(f"gather {self.name}")
         with self.comm.coalesced():
