@@ -128,6 +128,8 @@ class HierarchicalComm(Comm):
         self._net._end_calls(reason)
         if self._worker.stop(_STOP_S):
             self._net.close()
+        else:
+            logger.warning("closing leaves a process group that hangs %s", self._where)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it; errors name the missing ranks."""
