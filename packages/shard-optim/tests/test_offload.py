@@ -15,7 +15,19 @@ from torch import nn
 
 from shard_comm import Comm, SoloComm
 from shard_flat import ShardTensor
-from shard_optim import SGD, Adam, AdamW, Lion, Offload, ShardedOptimizer
+from shard_optim import (
+    SGD,
+    SOAP,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Muon,
+    Offload,
+    Shampoo,
+    ShardedOptimizer,
+)
 from shard_optim._plan import Lane, Run, cut_windows
 from shard_optim._stage import MappedStage
 from shard_testing import draw_steps, run_ranks, run_threads, take_steps
@@ -35,6 +47,11 @@ KINDS: dict[str, Callable[..., Any]] = {
     "kahan": lambda p, **how: AdamW(p, lr=0.1, rounding="kahan", **how),
     "stochastic": lambda p, **how: AdamW(p, lr=0.1, rounding="stochastic", **how),
     "lion": lambda p, **how: Lion(p, lr=0.1, **how),
+    "adamw8bit": lambda p, **how: AdamW8bit(p, lr=0.1, **how),
+    "adafactor": lambda p, **how: Adafactor(p, lr=0.1, **how),
+    "muon": lambda p, **how: Muon(p, lr=0.1, **how),
+    "soap": lambda p, **how: SOAP(p, lr=0.1, precondition_every=2, **how),
+    "shampoo": lambda p, **how: Shampoo(p, lr=0.1, max_preconditioner_dim=40, **how),
 }
 
 
@@ -72,18 +89,15 @@ def test_same_bits(
             optimizer.step()
         return [p.full_tensor().detach() for p in params], [m.clone() for m in pieces(optimizer)]
 
-    expected, whole_state = run_threads(rank, 1, None)[0]
     for world_size in (1, 2, 4):
-        found = run_threads(rank, world_size, disk)
-        assert all(torch.equal(a, b) for a, b in zip(found[0][0], expected, strict=True))
-        if world_size == 1:
-            assert all(torch.equal(a, b) for a, b in zip(found[0][1], whole_state, strict=True))
-    plain, optimizer = take_steps(
-        lambda params: make([(f"p{i}", p) for i, p in enumerate(params)], offload=disk),
-        values,
-        grads,
-    )
-    assert all(torch.equal(a, b) for a, b in zip(plain, expected, strict=True))
+        found, wanted = (run_threads(rank, world_size, how) for how in (disk, None))
+        for ours, theirs in zip(found, wanted, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    named = lambda how: lambda ps: make([(f"p{i}", p) for i, p in enumerate(ps)], offload=how)  # noqa: E731
+    plain, optimizer = take_steps(named(disk), values, grads)
+    same, _ = take_steps(named(None), values, grads)
+    assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
     assert bool(pieces(optimizer)) == (kind != "sgd")
 
 
