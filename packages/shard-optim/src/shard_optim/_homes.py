@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -175,9 +175,7 @@ class HostHome(_AwayHome):
         """Make zeros for state of parameters. Local."""
         if device.type != "cuda":
             return super().zeros(sizes, device)
-        nbytes = sum(numel * dtype.itemsize for numel, dtype in sizes)
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return _carve(memory.zero_(), sizes)
+        return _carved(sizes, _pinned)
 
     def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
         """Whether state of a parameter on a device is where it belongs. Local."""
@@ -205,9 +203,8 @@ class DiskHome(_AwayHome):
     def zeros(
         self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
     ) -> list[torch.Tensor]:
-        """Make zeros for state of parameters, in one file. Local."""
-        nbytes = sum(numel * dtype.itemsize for numel, dtype in sizes)
-        return _carve(self._files.zeros(nbytes), sizes)
+        """Make zeros for state of parameters, in one file for each dtype. Local."""
+        return _carved(sizes, self._files.zeros)
 
     def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
         """Whether state of a parameter on a device is where it belongs. Local."""
@@ -230,16 +227,20 @@ def home_of(offload: Offload | None) -> Home:
     return HostHome(offload) if offload.to == "cpu" else DiskHome(offload)
 
 
-def _carve(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Cut bytes into tensors without gaps, the widest dtypes first, so that all are aligned."""
+def _carved(
+    sizes: Sequence[tuple[int, torch.dtype]], make: Callable[[int], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Cut bytes into tensors, those of a dtype from one stretch; torch.save takes no others."""
     found: dict[int, torch.Tensor] = {}
-    at = 0
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i][1].itemsize):
-        numel, dtype = sizes[index]
-        nbytes = numel * dtype.itemsize
-        found[index] = memory[at : at + nbytes].view(dtype)
-        at += nbytes
-    return [found[index] for index in range(len(sizes))]
+    for dtype in dict.fromkeys(dtype for _, dtype in sizes):
+        numels = {row: numel for row, (numel, other) in enumerate(sizes) if other == dtype}
+        memory = make(sum(numels.values()) * dtype.itemsize).view(dtype)
+        found.update(zip(numels, memory.split(list(numels.values())), strict=True))
+    return [found[row] for row in range(len(sizes))]
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).zero_()
 
 
 def _lost(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
