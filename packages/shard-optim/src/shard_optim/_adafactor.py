@@ -49,20 +49,25 @@ class Adafactor(CollectiveOptimizer):
             dtype, and the smallest norm of a parameter that steps are in proportion to.
         d: bound of the root mean square of an update, above 0.
         weight_decay: decoupled decay, at least 0.
+        offload: where second moments of what is no matrix live between steps: with the parameters
+            by default, or ``"cpu"``, ``"disk"`` or an ``Offload``. Those of matrices are few and
+            stay. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
-            contiguous or is not floating point.
+            contiguous or is not floating point; there is no such place to offload to.
 
     **Collective**: a step takes three small all_reduces per comm for all parameters together: what
-    each rank could do, sums by row and column, and one number per parameter. State dictionaries
-    are local.
+    each rank could do, sums by row and column, and one number per parameter; and a fourth where
+    state is on disk. State dictionaries are local.
 
     **Memory**: one number of 4 bytes per row and column of matrices, whole on each rank, and one
     per element of each piece of other parameters. A step takes at most nine windows in float32, or
-    a mebibyte, and three times the sums by row and column in float64. There is no ``offload``.
+    a mebibyte, and three times the sums by row and column in float64. Offloaded, what has an
+    element per element is elsewhere. Here are ``Offload.window_bytes`` and, where that is less,
+    three windows besides.
 
     **Source**: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
     2018.

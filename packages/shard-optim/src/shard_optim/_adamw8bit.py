@@ -49,19 +49,24 @@ class AdamW8bit(CollectiveOptimizer):
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: decoupled decay, at least 0.
+        offload: where codes live between steps: with the parameters by default, or ``"cpu"``,
+            ``"disk"`` or an ``Offload``. They are brought in whole blocks; scales stay, 8 bytes of
+            a block. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
-            not floating point.
+            not floating point; there is no such place to offload to.
 
     **Collective**: a step takes three small all_reduces per comm, of a few numbers for each
-    parameter of which a boundary between ranks cuts a block; none where no block is cut, as with
-    ``ParamSpec(..., block=256)``. State dictionaries are local, but for loading what
-    AdamW holds in pieces: one all_reduce for each of those parameters.
+    parameter of which a boundary between ranks cuts a block, and a fourth where codes are on disk;
+    none where no block is cut, as with ``ParamSpec(..., block=256)``. State dictionaries are local,
+    but for loading what AdamW holds in pieces: one all_reduce for each of those parameters.
 
     **Memory**: 2.03 bytes per element of each parameter's piece, and a few windows during a step.
+    Offloaded, 2 of those bytes are elsewhere, and ``Offload.window_bytes`` here from the first step
+    on.
 
     **Source**: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; the codes
     here are powers instead of a table.
@@ -215,7 +220,7 @@ class _Member:
 
     def parts(self, home: Home) -> Iterator[_Member]:
         """What is at hand at a time."""
-        most = home.numel_of(self.piece.device, [1, 1], self.piece.numel() + BLOCK)
+        most = home.numel_of(self.piece.device, [1, 1], self.piece.numel() + 2 * BLOCK)
         for first, last in self.windows(most // BLOCK * BLOCK):
             yield self.part(first, last)
 

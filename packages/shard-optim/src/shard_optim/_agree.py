@@ -45,7 +45,8 @@ class CollectiveOptimizer(FlatOptimizer, ABC):
         lost, self._home.lost = self._home.lost, None
         elsewhere = ""
         for comm, params in shared.items():
-            flag = torch.tensor([int(lost is not None)], dtype=torch.int32, device=params[0].device)
+            is_lost = lost is not None or bool(elsewhere)
+            flag = torch.tensor([is_lost], dtype=torch.int32, device=params[0].device)
             comm.all_reduce(flag, op="max")
             if flag.item():
                 elsewhere = f"(rank {comm.rank} of {comm.size})"

@@ -75,18 +75,16 @@ class Home:
         Raises:
             StateLost: state could not be read or written; the step is half done.
         """
-        staged: dict[Stage, tuple[list[Lane], list[Window]]] = {}
+        staged: dict[Stage, list[tuple[Lane, Window]]] = {}
         for lane in lanes:
             if lane.window is None:
                 yield lane
             else:
-                lanes_of, windows_of = staged.setdefault(lane.window.stage, ([], []))
-                lanes_of.append(lane)
-                windows_of.append(lane.window)
-        for stage, (found, windows) in staged.items():
-            with closing(stage.each(windows)) as numbers:
+                staged.setdefault(lane.window.stage, []).append((lane, lane.window))
+        for stage, found in staged.items():
+            with closing(stage.each([window for _, window in found])) as numbers:
                 for number in numbers:
-                    yield found[number]
+                    yield found[number][0]
 
     @contextmanager
     def streaming(self, units: Sequence[Unit]) -> Iterator[Iterator[Sequence[torch.Tensor]]]:

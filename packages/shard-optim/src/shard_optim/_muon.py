@@ -47,29 +47,35 @@ class Muon(MatrixOptimizer):
         weight_decay: decoupled decay, at least 0.
         momentum: how much of the average is kept, in [0, 1).
         nesterov: look ahead by one more step of momentum.
-        adjust_lr_fn: how the rate depends on the shape: None or ``"original"`` by the root of rows
-            over columns where that is above 1, ``"match_rms_adamw"`` so that AdamW's rates fit.
         comm: the ranks that hold the plain parameters, with the same values and gradients, as
             DistributedDataParallel leaves them. Each plain matrix is then averaged and worked on
             by one of them, by every rank else.
-        hyper: ``ns_coefficients`` (three numbers), ``ns_steps`` and ``eps`` of the iterations;
-            ``elementwise``, ``betas`` and ``adam_eps`` of what is updated as AdamW does.
+        offload: where state lives between steps: with the parameters by default, or ``"cpu"``,
+            ``"disk"`` or an ``Offload``. Results have the same bits.
+        hyper: ``adjust_lr_fn``, how the rate depends on the shape: None or ``"original"`` by the
+            root of rows over columns where that is above 1, ``"match_rms_adamw"`` so that AdamW's
+            rates fit; ``ns_coefficients`` (three numbers), ``ns_steps`` and ``eps`` of the
+            iterations; ``elementwise``, ``betas`` and ``adam_eps`` of what is updated as AdamW
+            does.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter has
             another name.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
-            floating point, or its comm has no ``all_to_all``.
+            floating point, or its comm has no ``all_to_all``; there is no such place to offload to.
 
-    **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones. Of sharded matrices 2 bytes per
-    element that is not with its owner are sent, once each way; of plain ones the owners' results,
-    as much from each rank as from the one that has most. State dictionaries are local.
+    **Collective**: a step takes one small all_reduce per comm, two where state is on disk, and two
+    all_to_alls per round of sharded matrices or one all_gather per round of plain ones. Of sharded
+    matrices 2 bytes per element that is not with its owner are sent, once each way; of plain ones
+    the owners' results, as much from each rank as from the one that has most. State dictionaries
+    are local.
 
     **Memory**: one buffer of each matrix's piece; of plain matrices of several ranks, the buffers
     of those that a rank owns. During a step 2 bytes per element of the pieces and of twice what a
-    round sends, and the matrix at hand.
+    round sends, and the matrix at hand. Offloaded, buffers are elsewhere, and
+    ``Offload.window_bytes`` here from the first step on; of plain matrices of several ranks, where
+    that is less, three of the largest besides.
 
     **Source**: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
@@ -172,7 +178,7 @@ class Muon(MatrixOptimizer):
         with self._home.streaming(units) as states:
             for grad in job.grads:
                 (buffer,) = next(states)
-                pieces.append(torch.empty(buffer.numel(), dtype=_SENT, device=buffer.device))
+                pieces.append(torch.empty(buffer.numel(), dtype=_SENT, device=grad.device))
                 _average(job.group, buffer, grad.view(-1)[: buffer.numel()], pieces[-1])
         return pieces
 

@@ -46,31 +46,37 @@ class Shampoo(OwnedOptimizer):
         weight_decay: decoupled decay, at least 0.
         precondition_frequency: steps between two computations of the roots, at least 1. The first
             step computes them, too.
-        max_preconditioner_dim: rows and columns of a block, at most; at least 1. Blocks of a
-            matrix are as equal as can be.
         comm: the ranks that hold the plain parameters, with the same values and gradients, as
             DistributedDataParallel leaves them. Each plain matrix is then worked on by one of
             them, by every rank else.
-        hyper: ``grafting``, whose step gives each block's step its length: ``"adam"``, ``"sgd"``,
-            or None for the direction's own; ``shampoo_beta``, the decay of ``L`` and ``R``, the
-            second of ``betas`` by default, 1 for sums; ``ridge``, how much of the largest
-            eigenvalue is added to all; ``elementwise`` and ``adam_eps``.
+        offload: where state lives between steps: with the parameters by default, or ``"cpu"``,
+            ``"disk"`` or an ``Offload``. That of one matrix after another is brought to its owner,
+            the next one while one is worked on. Results have the same bits.
+        hyper: ``max_preconditioner_dim``, rows and columns of a block, at most; at least 1, and
+            blocks of a matrix are as equal as can be; ``grafting``, whose step gives each block's
+            step its length: ``"adam"``, ``"sgd"``, or None for the direction's own;
+            ``shampoo_beta``, the decay of ``L`` and ``R``, the second of ``betas`` by default, 1
+            for sums; ``ridge``, how much of the largest eigenvalue is added to all; ``elementwise``
+            and ``adam_eps``.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter has
             another name.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
-            floating point, or its comm has no ``all_to_all``.
+            floating point, or its comm has no ``all_to_all``; there is no such place to offload to.
 
-    **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones, in float32, or in the parameters'
-    dtype where that has fewer bits. Of sharded matrices what is not with its owner is sent, once
-    each way; of plain ones the owners' results, as much from each rank as from the one that has
-    most. State dictionaries are local.
+    **Collective**: a step takes one small all_reduce per comm, two where state is on disk, and two
+    all_to_alls per round of sharded matrices or one all_gather per round of plain ones, in float32,
+    or in the parameters' dtype where that has fewer bits. Of sharded matrices what is not with its
+    owner is sent, once each way; of plain ones the owners' results, as much from each rank as from
+    the one that has most. State dictionaries are local.
 
     **Memory**: for each matrix that a rank owns, in float32, one moment, two with ``"adam"``, and
-    for each block two squares of each side.
+    for each block two squares of each side. Offloaded, that is the same number of bytes elsewhere.
+    Here are ``Offload.window_bytes`` and, where that is less than three times the largest matrix's
+    state, so much besides: three matrices that are worked on one after another. For parameters on
+    the CPU that is pages of files, and up to 4 MiB more for each of the three.
 
     **Source**: Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization",
     2018; blocks, grafting and rare roots: Anil et al., "Scalable Second Order Optimization for Deep

@@ -36,11 +36,14 @@ class SOAP(OwnedOptimizer):
         betas: decay of the first and second moment, each in [0, 1).
         weight_decay: decoupled decay, at least 0.
         precondition_every: steps between two refreshes of the basis, at least 1.
-        max_size: a side of a matrix that is longer keeps its own basis, and no state.
         comm: the ranks that hold the plain parameters, with the same values and gradients, as
             DistributedDataParallel leaves them. Each plain matrix is then worked on by one of
             them, by every rank else.
-        hyper: ``eps``, added to the denominator; ``shampoo_beta``, the decay of the averages that
+        offload: where state lives between steps: with the parameters by default, or ``"cpu"``,
+            ``"disk"`` or an ``Offload``. That of one matrix after another is brought to its owner,
+            the next one while one is worked on. Results have the same bits.
+        hyper: ``max_size``, a side of a matrix that is longer keeps its own basis, and no state;
+            ``eps``, added to the denominator; ``shampoo_beta``, the decay of the averages that
             give the basis, the second of ``betas`` by default; ``elementwise`` and ``adam_eps``.
 
     Raises:
@@ -48,16 +51,19 @@ class SOAP(OwnedOptimizer):
             another name.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
-            floating point, or its comm has no ``all_to_all``.
+            floating point, or its comm has no ``all_to_all``; there is no such place to offload to.
 
-    **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones, in float32, or in the parameters'
-    dtype where that has fewer bits. Of sharded matrices what is not with its owner is sent, once
-    each way; of plain ones the owners' results, as much from each rank as from the one that has
-    most. State dictionaries are local.
+    **Collective**: a step takes one small all_reduce per comm, two where state is on disk, and two
+    all_to_alls per round of sharded matrices or one all_gather per round of plain ones, in float32,
+    or in the parameters' dtype where that has fewer bits. Of sharded matrices what is not with its
+    owner is sent, once each way; of plain ones the owners' results, as much from each rank as from
+    the one that has most. State dictionaries are local.
 
     **Memory**: for each matrix that a rank owns, in float32, two moments and two squares of each
-    side.
+    side. Offloaded, that is the same number of bytes elsewhere. Here are
+    ``Offload.window_bytes`` and, where that is less than three times the largest matrix's state, so
+    much besides: three matrices that are worked on one after another. For parameters on the CPU
+    that is pages of files, and up to 4 MiB more for each of the three.
 
     **Source**: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024.
     """

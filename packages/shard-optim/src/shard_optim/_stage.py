@@ -173,7 +173,7 @@ class MappedStage(Stage):
 
     **Memory**: ``window_bytes`` of the files' pages during a step. The system brings them in blocks
     of up to 2 MiB; a window below 48 MiB has no room for the two that each slot has a part of, and
-    takes up to 4 MiB more for each slot and part.
+    takes up to 4 MiB more for each stretch and part. Nothing keeps a part from being larger.
     """
 
     def __init__(self, files: StateFiles, window_bytes: int) -> None:
