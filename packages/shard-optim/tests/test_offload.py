@@ -31,8 +31,9 @@ from shard_optim import (
     Shampoo,
     ShardedOptimizer,
 )
+from shard_optim._homes import DiskHome
 from shard_optim._plan import Lane, Run, cut_windows
-from shard_optim._stage import MappedStage
+from shard_optim._stage import PARTS, MappedStage, Move, Stage
 from shard_optim._state_file import StateLost
 from shard_testing import draw_steps, run_ranks, run_threads, take_steps
 
@@ -109,6 +110,75 @@ def test_same_bits(
     same, _ = take_steps(partial(build, how=None), values, grads)
     assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
     assert bool(pieces(optimizer)) == (kind != "sgd")
+
+
+class CopyStage(Stage):
+    """Memory of its own, as a device has it; what was taken back is NaN or -1 there."""
+
+    def __init__(self, window_bytes: int) -> None:
+        super().__init__(window_bytes)
+        self._near = torch.empty(PARTS * self.part_bytes, dtype=torch.uint8)
+
+    def _near_of(self, host: torch.Tensor, at: int) -> torch.Tensor:
+        return self._near[at : at + host.nbytes].view(host.dtype)
+
+    def _move(self, head: torch.Tensor, at: int, nbytes: int) -> Move:
+        host = super()._move(head, at, nbytes).host
+        return Move(host, host, self._near[at : at + nbytes])
+
+    def _bring(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            move.near.copy_(move.host)
+
+    def _take(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            move.host.copy_(move.near)
+            move.near.fill_(255)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_bits_where_state_is_copied(
+    make_params: MakeParams,
+    give_grads: GiveGrads,
+    disk: Offload,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There, worked on, and back: nothing is worked on where it lives."""
+    monkeypatch.setattr(DiskHome, "_make_stage", lambda home, device, window: CopyStage(window))
+    values, steps = draw_steps([(70, 60), (90, 80), 5, (4, 3), 3001, ()], torch.float32, 3)
+
+    def rank(comm: Comm, how: Any) -> list[torch.Tensor]:
+        params = make_params(comm, values)
+        optimizer = KINDS[kind](params, offload=how)
+        for step in steps:
+            give_grads(params, step)
+            optimizer.step()
+        return [*(p.full_tensor().detach() for p in params), *map(torch.clone, pieces(optimizer))]
+
+    for world_size in (1, 2):
+        found, wanted = (run_threads(rank, world_size, how) for how in (disk, None))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["muon", "soap", "shampoo"])
+def test_same_bits_of_replicated_matrices(
+    disk: Offload, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's own, copied there and back."""
+    monkeypatch.setattr(DiskHome, "_make_stage", lambda home, device, window: CopyStage(window))
+    values, steps = draw_steps([(70, 60), (9, 80), 5, (40, 30), (30, 40)], torch.float32, 3)
+
+    def rank(comm: Comm, how: Any) -> list[torch.Tensor]:
+        make = partial(KINDS[kind], comm=comm, offload=how)
+        params, optimizer = take_steps(make, values, steps)
+        return [*(p.detach() for p in params), *map(torch.clone, pieces(optimizer))]
+
+    for world_size in (2, 4):
+        found, wanted = (run_threads(rank, world_size, how) for how in (disk, None))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_windows_are_cut_at_whole_vectors() -> None:
@@ -368,7 +438,10 @@ def test_state_that_one_rank_has_lost_ends_the_step_of_all(
     call: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """None of them waits for the other, and the next step is not stuck."""
+    """None of them waits for the other, and the next step is not stuck.
+
+    What becomes of a matrix without its state is NaN; matrices are the first to be read.
+    """
     values, steps = draw_steps([(70, 60), (60, 70), 5000], torch.float32, 2)
 
     def rank(comm: Comm) -> None:
@@ -389,6 +462,8 @@ def test_state_that_one_rank_has_lost_ends_the_step_of_all(
         message = "gone" if comm.rank == 1 else r"another rank has lost state; .* \(rank 0 of 2\)"
         with pytest.raises(RuntimeError, match=f"^offload: {message}"):
             optimizer.step()
+        if call == 0 and kind in ("muon", "soap", "shampoo"):
+            assert any(bool(param.full_tensor().isnan().any()) for param in params[:2])
         optimizer.step()
         assert all(float(own["step"]) == 3 for own in optimizer.state.values())
 
@@ -419,7 +494,8 @@ def test_the_next_matrix_is_read_while_one_is_worked_on(
     _, optimizer = take_steps(lambda p: SOAP(p, offload=disk), values, steps[:1])
     brought = [Event() for _ in values]
     lengths: list[list[int]] = []
-    bring, solve = MappedStage._bring, SOAP._solve
+    taken: list[list[int]] = []
+    bring, take, solve = MappedStage._bring, MappedStage._take, SOAP._solve
     solved: list[bool] = []
 
     def noted(self: MappedStage, moves: Any) -> None:
@@ -427,16 +503,21 @@ def test_the_next_matrix_is_read_while_one_is_worked_on(
         lengths.append([move.host.nbytes for move in moves])
         brought[len(lengths) - 1].set()
 
+    def back(self: MappedStage, moves: Any) -> None:
+        take(self, moves)
+        taken.append([move.host.nbytes for move in moves])
+
     def waiting(self: SOAP, *args: Any) -> torch.Tensor:
         coming = brought[min(len(solved) + 1, len(brought) - 1)]
         solved.append(coming.wait(60))
         return solve(self, *args)
 
     monkeypatch.setattr(MappedStage, "_bring", noted)
+    monkeypatch.setattr(MappedStage, "_take", back)
     monkeypatch.setattr(SOAP, "_solve", waiting)
     optimizer.step()
     assert solved == [True] * 5
-    assert lengths == [[4 * 2 * (8 * 6 + 8 * 8 + 6 * 6)]] * 5
+    assert lengths == taken == [[4 * 2 * (8 * 6 + 8 * 8 + 6 * 6)]] * 5
 
 
 def test_a_step_holds_the_state_of_three_matrices(
