@@ -280,6 +280,27 @@ def test_groups_added_later(disk: Offload, kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(train(disk), train(None), strict=True))
 
 
+@pytest.mark.parametrize("kinds", [(AdamW, AdamW8bit), (AdamW8bit, AdamW)])
+def test_moments_and_codes_that_are_both_on_disk(
+    make_params: MakeParams, give_grads: GiveGrads, disk: Offload, kinds: Sequence[Any]
+) -> None:
+    values, steps = draw_steps([(70, 60)], torch.float32, 2)
+
+    def rank(comm: Comm, how: Any) -> torch.Tensor:
+        params = make_params(comm, values)
+        first, second = (kind(params, lr=0.1, offload=how) for kind in kinds)
+        give_grads(params, steps[0])
+        first.step()
+        second.load_state_dict(first.state_dict())
+        give_grads(params, steps[1])
+        second.step()
+        return params[0].full_tensor().detach()
+
+    for world_size in (1, 2):
+        found, wanted = (run_threads(rank, world_size, how)[0] for how in (disk, None))
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_replicated_parameters(disk: Offload, world_size: int) -> None:
     values, steps = draw_steps(SHAPES, torch.float32, 3)
