@@ -39,10 +39,12 @@ KINDS: dict[str, Callable[..., Any]] = {
     "adamw": lambda named: AdamW(named, lr=1e-2),
     "adamw, disk": lambda named: AdamW(named, lr=1e-2, offload=Offload("disk", None, 1 << 14)),
     "adamw8bit": lambda named: AdamW8bit(named, lr=1e-2),
+    "adamw8bit, disk": lambda named: AdamW8bit(named, lr=1e-2, offload="disk"),
     "lion": lambda named: Lion(named, lr=1e-3),
     "adafactor": lambda named: Adafactor(named, lr=5e-2),
     "muon": lambda named, **hyper: Muon(named, lr=1e-2, **hyper),
     "soap": lambda named, **hyper: SOAP(named, lr=1e-2, precondition_every=2, **hyper),
+    "soap, disk": lambda named, **hyper: SOAP(named, lr=1e-2, offload="disk", **hyper),
     "shampoo": lambda named, **hyper: Shampoo(
         named, lr=1e-2, precondition_frequency=2, max_preconditioner_dim=40, **hyper
     ),
@@ -119,7 +121,7 @@ def test_a_run_goes_on_on_other_ranks(kind: str, tmp_path: Path) -> None:
             assert all(torch.equal(a, b) for a, b in zip(ends, values, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["muon", "soap", "shampoo"])
+@pytest.mark.parametrize("kind", ["muon", "soap", "soap, disk", "shampoo"])
 def test_owners_of_replicated_matrices_change(kind: str, tmp_path: Path) -> None:
     """State of owners among two ranks goes on with owners among three, and without any."""
     batches = token_batches(1, 1) * 4

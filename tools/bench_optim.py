@@ -128,7 +128,8 @@ def bench_rank(comm: Comm, numel: int, tiny: int, kinds: int, rounds: int) -> li
         *bench_tiny(comm, tiny, rounds),
         *bench_kinds(comm, kinds, rounds),
         bench_replicated(comm, kinds, rounds),
-        bench_offload(comm, numel, rounds),
+        bench_offload(comm, AdamW, numel, rounds),
+        bench_offload(comm, AdamW8bit, kinds, rounds),
     ]
 
 
@@ -237,13 +238,13 @@ def bench_replicated(comm: Comm, numel: int, rounds: int) -> Row:
     return row(name, "torch fused, whole on every rank", times, target=None)
 
 
-def bench_offload(comm: Comm, numel: int, rounds: int) -> Row:
+def bench_offload(comm: Comm, kind: Any, numel: int, rounds: int) -> Row:
     """Compare state on disk, in the file cache where there is room, with state in memory."""
     here, away = (sharded_params(comm, model_shapes(numel)) for _ in range(2))
-    ours, theirs = AdamW(away, offload=Offload("disk"), **_HYPER), AdamW(here, **_HYPER)
-    name = f"AdamW, state on disk, {numel / 1e6:.0f}M elements on {comm.size} ranks"
+    ours, theirs = kind(away, offload=Offload("disk"), **_HYPER), kind(here, **_HYPER)
+    name = f"{kind.__name__}, state on disk, {numel / 1e6:.0f}M elements on {comm.size} ranks"
     times = compare(comm, ours.step, theirs.step, rounds)
-    return row(name, "AdamW, state in memory", times, target=None)
+    return row(name, f"{kind.__name__}, state in memory", times, target=None)
 
 
 def count_matrices() -> list[Row]:

@@ -43,6 +43,11 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "muon": lambda p: Muon(p, lr=0.1),
     "soap": lambda p: SOAP(p, lr=0.1),
     "shampoo": lambda p: Shampoo(p, lr=0.1, max_preconditioner_dim=32),
+    "adamw8bit, disk": lambda p: AdamW8bit(p, lr=0.1, offload="disk"),
+    "adafactor, disk": lambda p: Adafactor(p, lr=0.1, offload="disk"),
+    "muon, disk": lambda p: Muon(p, lr=0.1, offload="disk"),
+    "soap, disk": lambda p: SOAP(p, lr=0.1, offload="disk"),
+    "shampoo, disk": lambda p: Shampoo(p, lr=0.1, offload="disk"),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 worlds = pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import resource
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -15,9 +18,23 @@ from torch import nn
 
 from shard_comm import Comm, SoloComm
 from shard_flat import ShardTensor
-from shard_optim import SGD, Adam, AdamW, Lion, Offload, ShardedOptimizer
+from shard_optim import (
+    SGD,
+    SOAP,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Muon,
+    Offload,
+    Shampoo,
+    ShardedOptimizer,
+)
+from shard_optim._homes import DiskHome
 from shard_optim._plan import Lane, Run, cut_windows
-from shard_optim._stage import MappedStage
+from shard_optim._stage import PARTS, MappedStage, Move, Stage
+from shard_optim._state_file import StateLost
 from shard_testing import draw_steps, run_ranks, run_threads, take_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
@@ -35,7 +52,15 @@ KINDS: dict[str, Callable[..., Any]] = {
     "kahan": lambda p, **how: AdamW(p, lr=0.1, rounding="kahan", **how),
     "stochastic": lambda p, **how: AdamW(p, lr=0.1, rounding="stochastic", **how),
     "lion": lambda p, **how: Lion(p, lr=0.1, **how),
+    "adamw8bit": lambda p, **how: AdamW8bit(p, lr=0.1, **how),
+    "adafactor": lambda p, **how: Adafactor(p, lr=0.1, **how),
+    "muon": lambda p, **how: Muon(p, lr=0.1, **how),
+    "soap": lambda p, **how: SOAP(p, lr=0.1, precondition_every=2, **how),
+    "shampoo": lambda p, **how: Shampoo(p, lr=0.1, max_preconditioner_dim=40, **how),
 }
+
+TOGETHER = ("adamw8bit", "adafactor", "muon", "soap", "shampoo")
+"""Those whose ranks talk to each other in a step."""
 
 
 @pytest.fixture
@@ -72,19 +97,88 @@ def test_same_bits(
             optimizer.step()
         return [p.full_tensor().detach() for p in params], [m.clone() for m in pieces(optimizer)]
 
-    expected, whole_state = run_threads(rank, 1, None)[0]
     for world_size in (1, 2, 4):
-        found = run_threads(rank, world_size, disk)
-        assert all(torch.equal(a, b) for a, b in zip(found[0][0], expected, strict=True))
-        if world_size == 1:
-            assert all(torch.equal(a, b) for a, b in zip(found[0][1], whole_state, strict=True))
-    plain, optimizer = take_steps(
-        lambda params: make([(f"p{i}", p) for i, p in enumerate(params)], offload=disk),
-        values,
-        grads,
-    )
-    assert all(torch.equal(a, b) for a, b in zip(plain, expected, strict=True))
+        found, wanted = (run_threads(rank, world_size, how) for how in (disk, None))
+        for ours, theirs in zip(found, wanted, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+    def build(params: Sequence[nn.Parameter], how: Any) -> Any:
+        return make([(f"p{i}", param) for i, param in enumerate(params)], offload=how)
+
+    plain, optimizer = take_steps(partial(build, how=disk), values, grads)
+    same, _ = take_steps(partial(build, how=None), values, grads)
+    assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
     assert bool(pieces(optimizer)) == (kind != "sgd")
+
+
+class CopyStage(Stage):
+    """Memory of its own, as a device has it; what was taken back is NaN or -1 there."""
+
+    def __init__(self, window_bytes: int) -> None:
+        super().__init__(window_bytes)
+        self._near = torch.empty(PARTS * self.part_bytes, dtype=torch.uint8)
+
+    def _near_of(self, host: torch.Tensor, at: int) -> torch.Tensor:
+        return self._near[at : at + host.nbytes].view(host.dtype)
+
+    def _move(self, head: torch.Tensor, at: int, nbytes: int) -> Move:
+        host = super()._move(head, at, nbytes).host
+        return Move(host, host, self._near[at : at + nbytes])
+
+    def _bring(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            move.near.copy_(move.host)
+
+    def _take(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            move.host.copy_(move.near)
+            move.near.fill_(255)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_bits_where_state_is_copied(
+    make_params: MakeParams,
+    give_grads: GiveGrads,
+    disk: Offload,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There, worked on, and back: nothing is worked on where it lives."""
+    monkeypatch.setattr(DiskHome, "_make_stage", lambda home, device, window: CopyStage(window))
+    values, steps = draw_steps([(70, 60), (90, 80), 5, (4, 3), 3001, ()], torch.float32, 3)
+
+    def rank(comm: Comm, how: Any) -> list[torch.Tensor]:
+        params = make_params(comm, values)
+        optimizer = KINDS[kind](params, offload=how)
+        for step in steps:
+            give_grads(params, step)
+            optimizer.step()
+        return [*(p.full_tensor().detach() for p in params), *map(torch.clone, pieces(optimizer))]
+
+    for world_size in (1, 2):
+        found, wanted = (run_threads(rank, world_size, how) for how in (disk, None))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["muon", "soap", "shampoo"])
+def test_same_bits_of_replicated_matrices(
+    disk: Offload, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's own, copied there and back."""
+    monkeypatch.setattr(DiskHome, "_make_stage", lambda home, device, window: CopyStage(window))
+    values, steps = draw_steps([(70, 60), (9, 80), 5, (40, 30), (30, 40)], torch.float32, 3)
+
+    def rank(comm: Comm, how: Any) -> list[torch.Tensor]:
+        make = partial(KINDS[kind], comm=comm, offload=how)
+        params, optimizer = take_steps(make, values, steps)
+        return [*(p.detach() for p in params), *map(torch.clone, pieces(optimizer))]
+
+    for world_size in (2, 4):
+        found, wanted = (run_threads(rank, world_size, how) for how in (disk, None))
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_windows_are_cut_at_whole_vectors() -> None:
@@ -145,31 +239,36 @@ def test_a_state_dict_shares_memory_with_the_files(disk: Offload) -> None:
     torch.testing.assert_close(param.detach(), torch.full((5000,), expected))
 
 
-def test_copies_and_strangers_state_move_to_files_of_their_own(disk: Offload) -> None:
+@pytest.mark.parametrize("kind", ["adamw", *TOGETHER])
+def test_copies_and_strangers_state_move_to_files_of_their_own(disk: Offload, kind: str) -> None:
     """What a deep copy or a program put into memory is in a file after the next step."""
-    import copy
-
-    values, steps = draw_steps([5000], torch.float32, 3)
-    _, optimizer = take_steps(lambda p: AdamW(p, offload=disk), values, steps[:2])
-    plain, _ = take_steps(AdamW, values, steps)
-    twin = copy.deepcopy(optimizer)
-    for each in (optimizer, twin):
-        (param,) = each.param_groups[0]["params"]
-        param.grad = steps[2][0].clone()
-        each.state[param]["exp_avg"] = each.state[param]["exp_avg"].clone()
+    values, steps = draw_steps([(70, 60), 500], torch.float32, 3)
+    _, optimizer = take_steps(lambda p: KINDS[kind](p, offload=disk), values, steps[:2])
+    plain, _ = take_steps(KINDS[kind], values, steps)
+    twins = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    for each in (optimizer, *twins):
+        params = each.param_groups[0]["params"]
+        for param, grad in zip(params, steps[2], strict=True):
+            param.grad = grad.clone()
+            key = list(each.state[param])[-1]
+            each.state[param][key] = each.state[param][key].clone()
         each.step()
-        assert torch.equal(param, plain[0])
-        assert all(each._home.holds(piece, param.device) for piece in pieces(each))
-    (first,), (second,) = optimizer.state.values(), twin.state.values()
-    assert first["exp_avg_sq"].data_ptr() != second["exp_avg_sq"].data_ptr()
+        assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+        for param in params:
+            for slot in each._slots_of(each.param_groups[0], param):
+                value = each.state[param][slot.name]
+                assert each._home.holds(value, param.device) == slot.moves
+    addresses = {piece.data_ptr() for each in (optimizer, *twins) for piece in pieces(each)}
+    assert len(addresses) == 3 * len(pieces(optimizer))
 
 
-def test_groups_added_later(disk: Offload) -> None:
-    values, steps = draw_steps([3000, 2000], torch.float32, 3)
+@pytest.mark.parametrize("kind", ["adamw", *TOGETHER])
+def test_groups_added_later(disk: Offload, kind: str) -> None:
+    values, steps = draw_steps([(50, 60), (20, 300)], torch.float32, 3)
 
     def train(how: Any) -> list[torch.Tensor]:
         params = [nn.Parameter(v.clone()) for v in values]
-        optimizer = AdamW(params[:1], lr=0.1, offload=how)
+        optimizer = KINDS[kind](params[:1], offload=how)
         for number, grads in enumerate(steps):
             if number == 1:
                 optimizer.add_param_group({"params": params[1:], "lr": 0.3})
@@ -179,6 +278,27 @@ def test_groups_added_later(disk: Offload) -> None:
         return [p.detach() for p in params]
 
     assert all(torch.equal(a, b) for a, b in zip(train(disk), train(None), strict=True))
+
+
+@pytest.mark.parametrize("kinds", [(AdamW, AdamW8bit), (AdamW8bit, AdamW)])
+def test_moments_and_codes_that_are_both_on_disk(
+    make_params: MakeParams, give_grads: GiveGrads, disk: Offload, kinds: Sequence[Any]
+) -> None:
+    values, steps = draw_steps([(70, 60)], torch.float32, 2)
+
+    def rank(comm: Comm, how: Any) -> torch.Tensor:
+        params = make_params(comm, values)
+        first, second = (kind(params, lr=0.1, offload=how) for kind in kinds)
+        give_grads(params, steps[0])
+        first.step()
+        second.load_state_dict(first.state_dict())
+        give_grads(params, steps[1])
+        second.step()
+        return params[0].full_tensor().detach()
+
+    for world_size in (1, 2):
+        found, wanted = (run_threads(rank, world_size, how)[0] for how in (disk, None))
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -293,6 +413,157 @@ def test_an_update_that_fails_waits_for_its_transfers(
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     assert ended == [2, 2]
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_a_full_disk_of_one_rank_stops_all(
+    make_params: MakeParams,
+    give_grads: GiveGrads,
+    disk: Offload,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values, steps = draw_steps([(70, 60), 5000], torch.float32, 1)
+
+    def rank(comm: Comm) -> None:
+        params = make_params(comm, values)
+        optimizer = KINDS[kind](params, offload=disk)
+        give_grads(params, steps[0])
+        with monkeypatch.context() as patch:
+            if comm.rank == 1:
+                patch.setattr(optimizer._home, "zeros", _full)
+            expected = OSError if comm.rank == 1 else ValueError
+            message = "^.*no room$" if comm.rank == 1 else "^another rank refused this step"
+            with pytest.raises(expected, match=message):
+                optimizer.step()
+        for param, value in zip(params, values, strict=True):
+            assert torch.equal(param.full_tensor(), value)
+        optimizer.step()
+        assert all(float(own["step"]) == 1 for own in optimizer.state.values())
+        assert not torch.equal(params[0].full_tensor(), values[0])
+
+    run_threads(rank, 2)
+
+
+def _full(*_: Any) -> list[torch.Tensor]:
+    raise OSError(28, "no room")
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize("call", [0, 1])
+def test_state_that_one_rank_has_lost_ends_the_step_of_all(
+    make_params: MakeParams,
+    give_grads: GiveGrads,
+    disk: Offload,
+    kind: str,
+    call: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None of them waits for the other, and the next step is not stuck.
+
+    What becomes of a matrix without its state is NaN; matrices are the first to be read.
+    """
+    values, steps = draw_steps([(70, 60), (60, 70), 5000], torch.float32, 2)
+
+    def rank(comm: Comm) -> None:
+        params = make_params(comm, values)
+        optimizer = KINDS[kind](params, offload=disk)
+        give_grads(params, steps[0])
+        optimizer.step()
+        give_grads(params, steps[1])
+        bring, calls = optimizer._home._files.bring, iter(range(1000))
+
+        def failing(tensor: torch.Tensor) -> None:
+            if next(calls) == call:
+                raise StateLost("offload: gone")
+            bring(tensor)
+
+        if comm.rank == 1:
+            monkeypatch.setattr(optimizer._home._files, "bring", failing)
+        message = "gone" if comm.rank == 1 else r"another rank has lost state; .* \(rank 0 of 2\)"
+        with pytest.raises(RuntimeError, match=f"^offload: {message}"):
+            optimizer.step()
+        if call == 0 and kind in ("muon", "soap", "shampoo"):
+            assert any(bool(param.full_tensor().isnan().any()) for param in params[:2])
+        optimizer.step()
+        assert all(float(own["step"]) == 3 for own in optimizer.state.values())
+
+    run_threads(rank, 2)
+
+
+def test_codes_come_in_whole_blocks(disk: Offload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the window has room for 2656 of both codes, which is ten blocks and a bit."""
+    values, steps = draw_steps([6000], torch.float32, 2)
+    seen: list[list[int]] = []
+    window = MappedStage.window
+
+    def noted(self: MappedStage, number: int, columns: Any) -> Any:
+        seen.append([column.numel() for (column,) in columns])
+        return window(self, number, columns)
+
+    _, optimizer = take_steps(lambda p: AdamW8bit(p, offload=disk), values, steps[:1])
+    monkeypatch.setattr(MappedStage, "window", noted)
+    optimizer.step()
+    assert seen == [[2560, 2560], [2560, 2560], [880, 880]]
+
+
+def test_the_next_matrix_is_read_while_one_is_worked_on(
+    disk: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of each is one stretch of the file."""
+    values, steps = draw_steps([(8, 6)] * 5, torch.float32, 2)
+    _, optimizer = take_steps(lambda p: SOAP(p, offload=disk), values, steps[:1])
+    brought = [Event() for _ in values]
+    lengths: list[list[int]] = []
+    taken: list[list[int]] = []
+    bring, take, solve = MappedStage._bring, MappedStage._take, SOAP._solve
+    solved: list[bool] = []
+
+    def noted(self: MappedStage, moves: Any) -> None:
+        bring(self, moves)
+        lengths.append([move.host.nbytes for move in moves])
+        brought[len(lengths) - 1].set()
+
+    def back(self: MappedStage, moves: Any) -> None:
+        take(self, moves)
+        taken.append([move.host.nbytes for move in moves])
+
+    def waiting(self: SOAP, *args: Any) -> torch.Tensor:
+        coming = brought[min(len(solved) + 1, len(brought) - 1)]
+        solved.append(coming.wait(60))
+        return solve(self, *args)
+
+    monkeypatch.setattr(MappedStage, "_bring", noted)
+    monkeypatch.setattr(MappedStage, "_take", back)
+    monkeypatch.setattr(SOAP, "_solve", waiting)
+    optimizer.step()
+    assert solved == [True] * 5
+    assert lengths == taken == [[4 * 2 * (8 * 6 + 8 * 8 + 6 * 6)]] * 5
+
+
+def test_a_step_holds_the_state_of_three_matrices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """36 MiB of state of 24 matrices, of which pages of 2 MiB are brought, counted by the system.
+
+    Each matrix has 1.5 MiB, which may lie on parts of two pages more.
+    """
+    mapped: list[int] = []
+    solve = SOAP._solve
+
+    def counting(self: SOAP, *args: Any) -> torch.Tensor:
+        mapped.append(_mapped_bytes(tmp_path))
+        return solve(self, *args)
+
+    monkeypatch.setattr(SOAP, "_solve", counting)
+    values, steps = draw_steps([(512, 256)] * 24, torch.float32, 2)
+    offload = Offload("disk", tmp_path, SMALL_BYTES)
+    _, optimizer = take_steps(lambda p: SOAP(p, max_size=256, offload=offload), values, steps)
+    each = 4 * 2 * (512 * 256 + 256 * 256)
+    assert sum(piece.nbytes for piece in pieces(optimizer)) == 24 * each
+    assert len(mapped) == 48
+    assert each <= max(mapped) <= 3 * (each + (4 << 20)) < 24 * each
+    assert _mapped_bytes(tmp_path) == 0
 
 
 def _mapped_bytes(folder: Path) -> int:

@@ -1,8 +1,8 @@
-"""Shampoo: what plain torch makes of its paper, the bits of one rank on any number of ranks."""
+"""Shampoo: what plain torch makes of its paper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,34 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from shard_comm import Comm, Recorded, SoloComm
-from shard_flat import ShardTensor
-from shard_optim import SOAP, AdamW, Shampoo
+from shard_optim import Shampoo
 from shard_optim._eigen import eigen
 from shard_optim._factors import FactorSlot, blocks_of, inverse_root, split_evenly
-from shard_testing import draw_steps, run_threads, take_steps
-
-MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
-GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
-TrainDecoder = Callable[..., list[float]]
-
-SHAPES: list[tuple[int, ...]] = [(7, 5), (33,), (16, 24), (2, 3, 4), (24, 10), (), (0, 4)]
-HYPER: dict[str, Any] = {
-    "lr": 0.02,
-    "weight_decay": 0.1,
-    "precondition_frequency": 2,
-    "max_preconditioner_dim": 10,
-}
-
-
-def data(dtype: torch.dtype, steps: int) -> tuple[list[torch.Tensor], list[list[Any]]]:
-    fulls, grads = draw_steps(SHAPES, dtype, steps)
-    grads[1][0] = grads[2][1] = None
-    return fulls, grads
-
-
-def train(fulls: Sequence[torch.Tensor], steps: Any, **hyper: Any) -> tuple[list[Any], Shampoo]:
-    return take_steps(partial(Shampoo, **hyper), fulls, steps)
+from shard_testing import draw_steps, take_steps
 
 
 def test_worked_example() -> None:
@@ -161,103 +137,6 @@ def test_what_float32_does_not_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     values, vectors = eigen(torch.diag(torch.tensor([3.0, 2.0])))
     assert values.tolist() == [2.0, 3.0]
     assert vectors.dtype == torch.float32
-
-
-def test_everything_else_is_adamws() -> None:
-    """Also tensors of three dimensions."""
-    fulls, steps = data(torch.float32, 3)
-    params, _ = train(fulls, steps, **HYPER)
-    twins, _ = take_steps(partial(AdamW, lr=0.02, weight_decay=0.1), fulls, steps)
-    for param, twin in zip(params, twins, strict=True):
-        assert torch.equal(param, twin) == (param.ndim != 2 or not param.numel())
-    table, _ = train([fulls[2]], [[grads[2]] for grads in steps], elementwise=True)
-    other, _ = take_steps(AdamW, [fulls[2]], [[grads[2]] for grads in steps])
-    assert torch.equal(table[0], other[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_bits_of_one_rank(
-    make_params: MakeParams, give_grads: GiveGrads, dtype: torch.dtype, world_size: int
-) -> None:
-    """Also after a state dictionary on the way."""
-    fulls, steps = data(dtype, 5)
-    params, plain = train(fulls, steps, **HYPER)
-    expected = [p.detach() for p in params] + [plain.state[params[2]]["left_root"]]
-
-    def rank(comm: Comm) -> list[torch.Tensor]:
-        sharded = make_params(comm, fulls)
-        first = Shampoo(sharded, **HYPER)
-        for grads in steps[:2]:
-            give_grads(sharded, grads)
-            first.step()
-        twins = make_params(comm, [p.full_tensor().detach() for p in sharded])
-        second = Shampoo(twins, max_preconditioner_dim=10)
-        second.state_dict(allocate=True)
-        second.load_state_dict(first.state_dict())
-        for grads in steps[2:]:
-            give_grads(twins, grads)
-            second.step()
-        root = second.state[twins[2]]["left_root"].full_tensor()
-        return [*(p.full_tensor().detach() for p in twins), root]
-
-    for found in run_threads(rank, world_size):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_state_lives_with_owners(make_params: MakeParams, give_grads: GiveGrads) -> None:
-    """Four like matrices over two ranks: two each, whole, and nothing on the other one."""
-    fulls = [torch.ones(8, 4)] * 4
-
-    def rank(comm: Comm) -> tuple[list[int], int]:
-        recorded = Recorded(comm)
-        params = make_params(recorded, fulls)
-        optimizer = Shampoo(params)
-        give_grads(params, fulls)
-        optimizer.step()
-        states = [optimizer.state[p] for p in params]
-        held = [sum(v.local.numel() for k, v in own.items() if k != "step") for own in states]
-        return held, recorded.records["all_to_all"].calls
-
-    (first, calls), (second, _) = run_threads(rank, 2)
-    each = 2 * 32 + 2 * (64 + 16)
-    assert sorted(zip(first, second, strict=True)) == [(0, each)] * 2 + [(each, 0)] * 2
-    assert calls == 2
-
-
-@pytest.mark.parametrize("kind", [Shampoo, SOAP])
-def test_gradients_that_are_no_numbers(
-    make_params: MakeParams, give_grads: GiveGrads, kind: type[Any]
-) -> None:
-    """They make parameters NaN on all ranks, as element-wise optimizers do; nobody waits."""
-
-    def rank(comm: Comm) -> bool:
-        params = make_params(comm, [torch.ones(6, 4)])
-        optimizer = kind(params)
-        for _ in range(2):
-            give_grads(params, [torch.full((6, 4), torch.inf)])
-            optimizer.step()
-        return bool(params[0].full_tensor().isnan().all())
-
-    assert run_threads(rank, 2) == [True, True]
-
-
-def test_a_small_language_model(train_decoder: TrainDecoder) -> None:
-    def build(params: Sequence[torch.Tensor]) -> Shampoo:
-        return Shampoo(params, lr=0.01, precondition_frequency=5)
-
-    plain = train_decoder(None, build)
-    assert plain[-1] < 0.6 * plain[0]
-    assert run_threads(train_decoder, 3, build) == [plain] * 3
-
-
-def test_state_of_another_number_of_ranks(make_params: MakeParams) -> None:
-    halves = run_threads(
-        lambda comm: Shampoo(make_params(comm, [torch.ones(4, 4)] * 2)).state_dict(allocate=True), 2
-    )
-    whole = make_params(SoloComm(), [torch.ones(4, 4)] * 2)
-    with pytest.raises(ValueError, match=r"^p[01]: exp_avg is a piece .* of another sharding"):
-        Shampoo(whole).load_state_dict(halves[1])
 
 
 @pytest.mark.parametrize(

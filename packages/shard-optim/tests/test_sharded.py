@@ -12,7 +12,7 @@ from torch import nn
 
 from shard_comm import Comm, Recorded, SoloComm
 from shard_flat import ShardTensor, shard_tensor
-from shard_optim import EMA, Adafactor, AdamW, GradScaler, Lion, ShardedOptimizer
+from shard_optim import EMA, SOAP, Adafactor, AdamW, GradScaler, Lion, ShardedOptimizer
 from shard_testing import TinyDecoder, run_ranks, run_threads, token_batches
 
 SHAPES: list[tuple[int, ...]] = [(7, 5), (3,), (64,), (), (2, 3, 4), (0, 3)]
@@ -240,13 +240,23 @@ def test_under_ddp_over_processes() -> None:
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
+class Own(torch.optim.Muon):
+    """An optimizer of matrices by another name."""
+
+
 @pytest.mark.parametrize(
-    "cls", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, Adafactor]
+    ("cls", "message"),
+    [
+        (torch.optim.Muon, "Muon; Muon of shard_optim takes these parameters and comm= itself"),
+        (Own, "Own; Muon of shard_optim takes these parameters and comm= itself"),
+        (SOAP, "SOAP; SOAP of shard_optim takes these parameters"),
+        (torch.optim.Adafactor, "Adafactor; shard .* give them to Adafactor of shard_optim"),
+        (Adafactor, "Adafactor; shard .* give them to Adafactor of shard_optim"),
+        (torch.optim.LBFGS, "LBFGS; shard_optim has none that does what LBFGS does"),
+    ],
 )
-def test_optimizers_of_whole_tensors_are_refused(cls: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"expected an element-wise optimizer, got {cls.__name__}"
-    ):
+def test_optimizers_of_whole_tensors_are_refused(cls: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^expected an element-wise optimizer, got {message}"):
         ShardedOptimizer([nn.Parameter(torch.ones(2, 2))], cls, comm=SoloComm())
 
 

@@ -94,7 +94,13 @@ KINDS: dict[str, Kind] = {
     "muon": (Muon, torch.float32, momentum_or_moments),
     "soap": (SOAP, torch.float32, owned),
     "shampoo": (Shampoo, torch.float32, owned),
+    "adamw8bit, disk": (lambda p: AdamW8bit(p, offload="disk"), torch.float32, coded),
+    "adafactor, disk": (lambda p: Adafactor(p, offload="disk"), torch.float32, rows_and_columns),
+    "muon, disk": (lambda p: Muon(p, offload="disk"), torch.float32, momentum_or_moments),
+    "soap, disk": (lambda p: SOAP(p, offload="disk"), torch.float32, owned),
+    "shampoo, disk": (lambda p: Shampoo(p, offload="disk"), torch.float32, owned),
 }
+MATRICES = ("muon", "soap", "shampoo", "muon, disk", "soap, disk", "shampoo, disk")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,7 +137,7 @@ def test_state_is_what_the_docstring_says(
         return held
 
     total = sum(run_threads(rank, world_size))
-    if kind != "adafactor":
+    if not kind.startswith("adafactor"):
         (alone,) = run_threads(rank, 1)
         assert total == alone
 
@@ -210,6 +216,8 @@ WINDOWS = {
     "lion, bfloat16": (8, 128),
     "adamw8bit": (4 * 8, 256),
     "adafactor": (9, 512),
+    "adamw8bit, disk": (4 * 8, 256),
+    "adafactor, disk": (9, 512),
 }
 SLACK_BYTES = 1 << 13  # tails, flags, numbers of one parameter each
 SIDES = (512, 256)
@@ -235,7 +243,7 @@ def _measure(comm: Comm) -> dict[str, int]:
         optimizer.step()
         calls[kind] = optimizer.step
     matrices = _sharded(comm, [SIDES] * 4, torch.float32)
-    for kind in ("muon", "soap", "shampoo"):
+    for kind in MATRICES:
         optimizer = KINDS[kind][0](matrices)
         optimizer.step()
         optimizer.step()
@@ -253,9 +261,12 @@ def test_a_step_takes_no_more_than_the_docstring_says(world_size: int) -> None:
         "soap": 4 * (pieces + 4 * owned_here) + 4 * 6 * max(SIDES) ** 2,
         "shampoo": 4 * (pieces + 4 * owned_here) + 4 * 6 * max(SIDES) ** 2,
     }
+    at_most.update({f"{kind}, disk": nbytes for kind, nbytes in at_most.items()})
     for kind, (windows, rows) in WINDOWS.items():
         at_most[kind] = windows * WINDOW_BYTES
-        if kind == "adafactor":  # what squares are added up in; sums by row and by column, packed
+        if kind.startswith(
+            "adafactor"
+        ):  # what squares are added up in; sums by row and by column, packed
             at_most[kind] += (1 << 20) + 3 * 8 * (rows * world_size + 640)
         assert at_most[kind] < 4 * rows * 640
     for found in run_ranks(_measure, world_size):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import nn
 from shard_comm import Comm, PlanComm, Recorded, Slices, Work
 from shard_flat import ParamSpec, ShardTensor, plan_layout, shard_tensor
 from shard_optim import SOAP, Muon, Shampoo, _routes
+from shard_optim._homes import Home
 from shard_optim._workshop import Matrix, Workshop
 from shard_testing import run_threads
 
@@ -122,7 +123,7 @@ def log_of(monkeypatch: pytest.MonkeyPatch, *, is_cut: bool) -> list[str]:
         ones = [torch.ones(4, 4) for _ in range(6)]
         params = [shard_tensor(one, comm=logged, name="w") if is_cut else one for one in ones]
 
-        def solve(whole: torch.Tensor) -> torch.Tensor:
+        def solve(whole: torch.Tensor, state: Sequence[torch.Tensor]) -> torch.Tensor:
             log.append("solve")
             return whole + 1
 
@@ -141,7 +142,7 @@ def log_of(monkeypatch: pytest.MonkeyPatch, *, is_cut: bool) -> list[str]:
             )
             for index, param in enumerate(params)
         ]
-        Workshop().work_off(matrices)
+        Workshop().work_off(matrices, Home())
         return log
 
     logs: list[list[str]] = run_threads(rank, 2)

@@ -13,11 +13,16 @@ from shard_flat import GatherComm, ShardTensor, power_sum
 from shard_optim._agree import CollectiveOptimizer, sharing
 from shard_optim._flat import Job
 from shard_optim._groups import Group, check_at_least_0
+from shard_optim._homes import Unit
+from shard_optim._offload import Offload
 from shard_optim._rows import Rows, pack, unpack
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot, WholeSlot
 from shard_optim._together import counted, members_of
 from shard_optim._window import Scratch, windows
+
+States = Iterator[Sequence[torch.Tensor]]
+"""Second moments of the vectors, a window at a time, of one parameter after another."""
 
 
 def _slots(dtype: torch.dtype) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
@@ -44,20 +49,25 @@ class Adafactor(CollectiveOptimizer):
             dtype, and the smallest norm of a parameter that steps are in proportion to.
         d: bound of the root mean square of an update, above 0.
         weight_decay: decoupled decay, at least 0.
+        offload: where second moments of what is no matrix live between steps: with the parameters
+            by default, or ``"cpu"``, ``"disk"`` or an ``Offload``. Those of matrices are few and
+            stay. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
-            contiguous or is not floating point.
+            contiguous or is not floating point; there is no such place to offload to.
 
     **Collective**: a step takes three small all_reduces per comm for all parameters together: what
-    each rank could do, sums by row and column, and one number per parameter. State dictionaries
-    are local.
+    each rank could do, sums by row and column, and one number per parameter; and a fourth where
+    state is on disk. State dictionaries are local.
 
     **Memory**: one number of 4 bytes per row and column of matrices, whole on each rank, and one
     per element of each piece of other parameters. A step takes at most nine windows in float32, or
-    a mebibyte, and three times the sums by row and column in float64. There is no ``offload``.
+    a mebibyte, and three times the sums by row and column in float64. Offloaded, what has an
+    element per element is elsewhere. Here are ``Offload.window_bytes`` and, where that is less,
+    three windows besides.
 
     **Source**: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost",
     2018.
@@ -72,6 +82,7 @@ class Adafactor(CollectiveOptimizer):
         eps: tuple[float | None, float] = (None, 1e-3),
         d: float = 1.0,
         weight_decay: float = 0.0,
+        offload: str | Offload | None = None,
     ) -> None:
         hyper = {
             "lr": lr,
@@ -80,7 +91,7 @@ class Adafactor(CollectiveOptimizer):
             "d": d,
             "weight_decay": weight_decay,
         }
-        super().__init__(params, hyper)
+        super().__init__(params, hyper, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_at_least_0(group, ("lr", "weight_decay"), where)
@@ -115,11 +126,19 @@ class Adafactor(CollectiveOptimizer):
         with counted(jobs):
             room = Scratch()
             members = members_of(jobs, self.state, _Member.of)
+            units = [unit for member in members for unit in member.units()]
             sums = _reduced(members, [member.sums(room) for member in members])
-            scales = [member.learn(room, *each) for member, each in zip(members, sums, strict=True)]
-            squares = _reduced(members, [[member.update_square(room)] for member in members])
-            for member, scale, (square,) in zip(members, scales, squares, strict=True):
-                member.apply(scale, square, room)
+            with self._home.streaming(units) as states:
+                scales = [
+                    member.learn(room, states, *each)
+                    for member, each in zip(members, sums, strict=True)
+                ]
+            with self._home.streaming(units) as states:
+                squares = [[member.update_square(room, states)] for member in members]
+            totals = _reduced(members, squares)
+            with self._home.streaming(units) as states:
+                for member, scale, (total,) in zip(members, scales, totals, strict=True):
+                    member.apply(scale, total, room, states)
 
 
 @dataclass(frozen=True)
@@ -146,16 +165,25 @@ class _Member:
     def step(self) -> float:
         return float(self.own["step"])
 
+    def units(self) -> list[Unit]:
+        """A vector's second moments, in the windows in which each pass takes them."""
+        if self.rows is not None:
+            return []
+        moments = flat_piece(self.own["variance"])
+        return [(self.piece.device, window) for window in windows([moments])]
+
     def sums(self, room: Scratch) -> list[torch.Tensor]:
         """What this piece adds to the parameter's square, and to squares by row and column."""
         square = power_sum([self.piece], 2.0)
         return [square, *(self.rows.square_sums(self.grad, room) if self.rows is not None else ())]
 
-    def learn(self, room: Scratch, square: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
+    def learn(
+        self, room: Scratch, states: States, square: torch.Tensor, *sums: torch.Tensor
+    ) -> torch.Tensor:
         """Update the second moments, and return the length of a step, float64."""
         share = self.step ** self.group["beta2_decay"]
         if self.rows is None:
-            for moment, grad in windows([flat_piece(self.own["variance"]).view(-1), self.grad]):
+            for (grad,), (moment,) in zip(windows([self.grad]), states, strict=False):
                 new = room.take("new", grad, self._wide).copy_(grad)
                 moment.mul_(1 - share).add_(new.mul_(new).mul_(share))
         else:
@@ -172,20 +200,22 @@ class _Member:
         size = (square / max(self.param.numel(), 1)).sqrt()
         return size.clamp_min(self.group["eps"][1]).mul_(rate)
 
-    def update_square(self, room: Scratch) -> torch.Tensor:
+    def update_square(self, room: Scratch, states: States) -> torch.Tensor:
         """What this piece adds to the square of the update."""
         total = torch.zeros((), dtype=torch.float64, device=self.piece.device)
-        for _, update in self.updates(room):
+        for _, update in self.updates(room, states):
             squares = room.take("squares", update, torch.float64).copy_(update)
             total += squares.mul_(squares).sum()
         return total
 
-    def apply(self, scale: torch.Tensor, square: torch.Tensor, room: Scratch) -> None:
+    def apply(
+        self, scale: torch.Tensor, square: torch.Tensor, room: Scratch, states: States
+    ) -> None:
         """Move the parameter, given the step's length and the whole update's square."""
         size = (square / max(self.param.numel(), 1)).sqrt() / self.group["d"]
         factor = (scale / size.clamp_min(1.0)).to(self._wide)
         decay = 1 - float(self.group["lr"]) * self.group["weight_decay"]
-        for place, update in self.updates(room):
+        for place, update in self.updates(room, states):
             part = self.piece[place]
             value = room.wide("param", part)
             if decay != 1:
@@ -194,13 +224,13 @@ class _Member:
             if value is not part:
                 part.copy_(value)
 
-    def updates(self, room: Scratch) -> Iterator[tuple[slice, torch.Tensor]]:
+    def updates(self, room: Scratch, states: States) -> Iterator[tuple[slice, torch.Tensor]]:
         """The update before it is scaled, in windows: where, and its elements."""
         eps = self.group["eps"][0]
         floor = (torch.finfo(self.param.dtype).eps if eps is None else eps) ** 2
         if self.rows is None:
             place = 0
-            for moment, grad in windows([flat_piece(self.own["variance"]).view(-1), self.grad]):
+            for (grad,), (moment,) in zip(windows([self.grad]), states, strict=False):
                 update = room.take("update", grad, self._wide)
                 torch.clamp(moment, floor, out=update).rsqrt_()
                 yield slice(place, place + grad.numel()), update.mul_(grad)

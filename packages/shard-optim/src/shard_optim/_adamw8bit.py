@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from shard_optim._codec import encode_moments
 from shard_optim._cuts import Cuts, Scales, cut_blocks
 from shard_optim._flat import Job
 from shard_optim._groups import Group
+from shard_optim._homes import Home, Unit
+from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._runs import flat_piece
 from shard_optim._slots import Slot
@@ -48,19 +49,24 @@ class AdamW8bit(CollectiveOptimizer):
         betas: decay of the first and second moment, each in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: decoupled decay, at least 0.
+        offload: where codes live between steps: with the parameters by default, or ``"cpu"``,
+            ``"disk"`` or an ``Offload``. They are brought in whole blocks; scales stay, 8 bytes of
+            a block. Results have the same bits.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
-            not floating point.
+            not floating point; there is no such place to offload to.
 
     **Collective**: a step takes three small all_reduces per comm, of a few numbers for each
-    parameter of which a boundary between ranks cuts a block; none where no block is cut, as with
-    ``ParamSpec(..., block=256)``. State dictionaries are local, but for loading what
-    AdamW holds in pieces: one all_reduce for each of those parameters.
+    parameter of which a boundary between ranks cuts a block, and a fourth where codes are on disk;
+    none where no block is cut, as with ``ParamSpec(..., block=256)``. State dictionaries are local,
+    but for loading what AdamW holds in pieces: one all_reduce for each of those parameters.
 
     **Memory**: 2.03 bytes per element of each parameter's piece, and a few windows during a step.
+    Offloaded, 2 of those bytes are elsewhere, and ``Offload.window_bytes`` here from the first step
+    on.
 
     **Source**: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022; the codes
     here are powers instead of a table.
@@ -74,9 +80,10 @@ class AdamW8bit(CollectiveOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        offload: str | Offload | None = None,
     ) -> None:
         hyper = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, hyper)
+        super().__init__(params, hyper, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_adam(group, where)
@@ -105,24 +112,43 @@ class AdamW8bit(CollectiveOptimizer):
 
     def _advance(self, jobs: Sequence[Job]) -> None:
         coded = [job for job in jobs if job.slots is _CODES]
-        for job in jobs:
-            if job.slots is not _CODES:
-                self._apply(job)
         with counted(coded):
             room = Scratch()
             members = members_of(coded, self.state, _Member.of)
             cuts = Cuts.of([member.param for member in members])
             cuts.exchange([member.own_scales for member in members])
             old = cuts.scales
-            cuts.exchange(
-                [
-                    partial(m.new_scales, before, room)
-                    for m, before in zip(members, old, strict=True)
-                ]
-            )
-            for member, before, after in zip(members, old, cuts.scales, strict=True):
-                for first, last in member.windows():
-                    member.update(first, last, before, after, room)
+            cuts.exchange([new.get for new in self._cut_scales(members, old, room)])
+            work = [
+                (part, before, after)
+                for member, before, after in zip(members, old, cuts.scales, strict=True)
+                for part in member.parts(self._home)
+            ]
+            with self._home.streaming([part.unit for part, _, _ in work]) as states:
+                for (part, before, after), codes in zip(work, states, strict=True):
+                    near = replace(part, codes=codes)
+                    for first, last in near.windows():
+                        near.update(first, last, before, after, room)
+        for job in jobs:
+            if job.slots is not _CODES:
+                self._apply(job)
+
+    def _cut_scales(
+        self, members: Sequence[_Member], before: Sequence[Scales], room: Scratch
+    ) -> list[Scales]:
+        """Scales after the step of each member's blocks that are cut, as far as they are here."""
+        found: list[Scales] = [{} for _ in members]
+        work = [
+            (member.part(block, block + 1), index, block)
+            for index, member in enumerate(members)
+            for block in before[index]
+            if member.holds(block)
+        ]
+        with self._home.streaming([part.unit for part, _, _ in work]) as states:
+            for (part, index, block), codes in zip(work, states, strict=True):
+                near = replace(part, codes=codes)
+                found[index][block] = near.new_scales(before[index], room, block)
+        return found
 
 
 @dataclass(frozen=True)
@@ -132,8 +158,8 @@ class _Member:
     param: torch.Tensor
     piece: torch.Tensor  # [n]
     grad: torch.Tensor  # [n]
-    codes: tuple[torch.Tensor, torch.Tensor]  # [n] each
-    scales: tuple[torch.Tensor, torch.Tensor]  # one per block that begins here
+    codes: Sequence[torch.Tensor]  # [n] each
+    scales: Sequence[torch.Tensor]  # one per block that begins here
     start: int
     step: torch.Tensor  # of how many this is
     group: Group
@@ -174,17 +200,39 @@ class _Member:
             return None
         return torch.stack([scale[row] for scale in self.scales])
 
-    def windows(self) -> Iterator[tuple[int, int]]:
+    @property
+    def unit(self) -> Unit:
+        return self.piece.device, self.codes
+
+    def part(self, first: int, last: int) -> _Member:
+        """What there is here of blocks ``[first, last)``."""
+        low, high = max(first * BLOCK, self.start), min(last * BLOCK, self.stop)
+        held = slice(low - self.start, high - self.start)
+        own = slice(max(first, self.first_own) - self.first_own, last - self.first_own)
+        return replace(
+            self,
+            piece=self.piece[held],
+            grad=self.grad[held],
+            codes=[each[held] for each in self.codes],
+            scales=[each[own] for each in self.scales],
+            start=low,
+        )
+
+    def parts(self, home: Home) -> Iterator[_Member]:
+        """What is at hand at a time."""
+        most = home.numel_of(self.piece.device, [1, 1], self.piece.numel() + 2 * BLOCK)
+        for first, last in self.windows(most // BLOCK * BLOCK):
+            yield self.part(first, last)
+
+    def windows(self, numel: int | None = None) -> Iterator[tuple[int, int]]:
         """Ranges of blocks that are worked on at a time."""
-        size = window_numel(self.piece.device) // BLOCK
+        size = (numel or window_numel(self.piece.device)) // BLOCK
         end = -(-self.stop // BLOCK) if self.stop > self.start else 0
         for first in range(self.start // BLOCK, end, size):
             yield first, min(first + size, end)
 
-    def new_scales(self, before: Scales, room: Scratch, block: int) -> torch.Tensor | None:
+    def new_scales(self, before: Scales, room: Scratch, block: int) -> torch.Tensor:
         """Both scales of a block after the step, as far as its elements are here."""
-        if not self.holds(block):
-            return None
         param = widened(self._rows(self.piece, block, block + 1))
         first, second = self._step(param, block, block + 1, before, room)
         return torch.cat([first.abs().amax(1), second.amax(1)])

@@ -9,6 +9,7 @@ import torch
 from shard_flat import GatherComm, ShardTensor
 from shard_optim._flat import FlatOptimizer
 from shard_optim._groups import Group
+from shard_optim._state_file import StateLost
 
 
 class CollectiveOptimizer(FlatOptimizer, ABC):
@@ -16,7 +17,7 @@ class CollectiveOptimizer(FlatOptimizer, ABC):
 
     Before anything is changed ranks exchange whether each of them could go on, and which of those
     parameters have a gradient. One that some ranks have a gradient for and others do not is an
-    error on all ranks.
+    error on all ranks. Where state is on disk they exchange after a step whether it was all there.
     """
 
     @abstractmethod
@@ -24,16 +25,38 @@ class CollectiveOptimizer(FlatOptimizer, ABC):
         """Those who take part in a parameter's update, the same on all; None for this one alone."""
 
     def _run(self) -> None:
-        failure = None
+        failure: ValueError | OSError | None = None
         try:
             jobs = self._jobs()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             failure = error
-        for comm, params in self._shared().items():
+        shared = self._shared()
+        for comm, params in shared.items():
             self._agree(comm, params, failure)
         if failure is not None:
             raise failure
-        self._advance(jobs)
+        with self._home.keeping():
+            self._advance(jobs)
+        if self._home.fails:
+            self._agree_on_lost(shared)
+
+    def _agree_on_lost(self, shared: dict[GatherComm, list[torch.Tensor]]) -> None:
+        """Raise on all ranks if one of them has lost state in this step."""
+        lost, self._home.lost = self._home.lost, None
+        elsewhere = ""
+        for comm, params in shared.items():
+            is_lost = lost is not None or bool(elsewhere)
+            flag = torch.tensor([is_lost], dtype=torch.int32, device=params[0].device)
+            comm.all_reduce(flag, op="max")
+            if flag.item():
+                elsewhere = f"(rank {comm.rank} of {comm.size})"
+        if lost is not None:
+            raise lost
+        if elsewhere:
+            raise StateLost(
+                f"offload: another rank has lost state; the step is half done: load a checkpoint "
+                f"{elsewhere}"
+            )
 
     def _shared(self) -> dict[GatherComm, list[torch.Tensor]]:
         """Parameters that need other ranks, with gradients or without, by comm."""
@@ -46,7 +69,7 @@ class CollectiveOptimizer(FlatOptimizer, ABC):
         return shared
 
     def _agree(
-        self, comm: GatherComm, params: list[torch.Tensor], failure: ValueError | None
+        self, comm: GatherComm, params: list[torch.Tensor], failure: Exception | None
     ) -> None:
         there = [int(param.grad is not None) for param in params]
         flags = torch.tensor(

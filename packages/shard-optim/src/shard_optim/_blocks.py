@@ -22,14 +22,21 @@ class ScaleSlot(Slot):
     """One number for each block of a parameter; the rank that owns the block's first element."""
 
     joined: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
 
-    def blank(self, param: torch.Tensor) -> torch.Tensor:
-        """Return zeros for a parameter. Local."""
+    def numel_of(self, param: torch.Tensor) -> int:
+        """Return how many blocks of a parameter begin on this rank. Local."""
         if not isinstance(param, ShardTensor):
-            return torch.zeros(self.shape_of(param), dtype=self.dtype, device=param.device)
+            return self.shape_of(param)[0]
         spec = param.spec.coarse(BLOCK, param.comm.rank)
-        local = torch.zeros(spec.stop - spec.start, dtype=self.dtype, device=param.device)
-        return ShardTensor(local, spec, comm=param.comm, mesh=param.device_mesh)
+        return spec.stop - spec.start
+
+    def shaped(self, flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Show ``[n]`` as state of a parameter. Local."""
+        if not isinstance(param, ShardTensor):
+            return flat
+        spec = param.spec.coarse(BLOCK, param.comm.rank)
+        return ShardTensor(flat, spec, comm=param.comm, mesh=param.device_mesh)
 
     def shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the global shape. Local."""
@@ -37,7 +44,7 @@ class ScaleSlot(Slot):
 
     def fits(self, value: torch.Tensor, param: torch.Tensor) -> bool:
         """Whether a tensor has the cut of the parameter's as it is now. Local."""
-        return piece_of(value).shape == piece_of(self.blank(param)).shape
+        return piece_of(value).shape == (self.numel_of(param),)
 
     def is_cut_like(self, value: ShardTensor, param: torch.Tensor) -> bool:
         """Whether a piece is that of the slot on every rank. Local."""

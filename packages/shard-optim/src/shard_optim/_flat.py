@@ -67,8 +67,8 @@ class FlatOptimizer(Optimizer, ABC):
     Args:
         params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either.
         defaults: hyper-parameters of groups that do not say otherwise.
-        offload: where state tensors live that have an element for each of their parameter's;
-            with the parameters by default.
+        offload: where state tensors live that are as large as their parameter or larger; with the
+            parameters by default.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors.
@@ -150,7 +150,8 @@ class FlatOptimizer(Optimizer, ABC):
                 parameter, or the parameter changed its shape or dtype under its state; nothing
                 was changed.
             OSError: offloaded state is to be made and the disk has no room; nothing was changed.
-            RuntimeError: offloaded state could not be read or written; the step is half done.
+            RuntimeError: offloaded state could not be read or written, here or by a rank that
+                takes part in the step; the step is half done.
 
         **Collective**: local, unless the class says otherwise.
         """

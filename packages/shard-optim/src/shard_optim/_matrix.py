@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from shard_flat import GatherComm, ShardTensor
 from shard_optim._adam import MOMENTS, fused_adam
 from shard_optim._agree import CollectiveOptimizer
 from shard_optim._flat import Job
-from shard_optim._groups import Group
+from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._offload import Offload
 from shard_optim._owners import Ledger
 from shard_optim._plan import Lane
-from shard_optim._runs import flat_piece
+from shard_optim._runs import flat_piece, piece_of
 from shard_optim._slots import Slot
 from shard_optim._together import counted
-from shard_optim._window import widened, windows
+from shard_optim._window import wide, widened, windows
 from shard_optim._workshop import Matrix, Workshop, held_by
 
 
@@ -33,13 +35,30 @@ class MatrixOptimizer(CollectiveOptimizer, ABC):
     Args:
         params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either.
         defaults: hyper-parameters of groups that do not say otherwise.
+        given: the same, where the caller gave them.
         comm: the ranks that hold the plain parameters, with the same values and gradients.
+        offload: where state lives.
+
+    Raises:
+        TypeError: one of ``given`` has another name.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], comm: Comm | None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        given: dict[str, Any],
+        *,
+        comm: Comm | None,
+        offload: str | Offload | None,
+    ) -> None:
+        known = {"elementwise": False, "adam_eps": 1e-8, **defaults}
+        strange = sorted(given.keys() - known.keys())
+        if strange:
+            raise TypeError(f"expected hyper-parameters among {sorted(known)}, got {strange}")
         self._comm = comm if comm is not None and comm.size > 1 else None
         self._make_rooms()
-        super().__init__(params, defaults)
+        super().__init__(params, {**known, **given}, offload=offload)
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise TypeError where there is a communicator, which belongs to one optimizer."""
@@ -79,6 +98,10 @@ class MatrixOptimizer(CollectiveOptimizer, ABC):
     @abstractmethod
     def _matrices(self, job: Job) -> list[Matrix]:
         """Say what is to be done with the members of a job, whose steps have been counted."""
+
+    def _check_hyper(self, group: Group, where: str) -> None:
+        check_at_least_0(group, ("lr", "weight_decay", "adam_eps"), where)
+        check_decay(group, "betas", where, count=2)
 
     @abstractmethod
     def _cost(self, group: Group, param: torch.Tensor) -> float:
@@ -150,11 +173,55 @@ class MatrixOptimizer(CollectiveOptimizer, ABC):
 
     def _advance(self, jobs: Sequence[Job]) -> None:
         whole = [job for job in jobs if job.slots is not MOMENTS]
+        with counted(whole):
+            matrices = [matrix for job in whole for matrix in self._matrices(job)]
+            self._workshop.work_off(matrices, self._home)
         for job in jobs:
             if job.slots is MOMENTS:
                 self._apply(job)
-        with counted(whole):
-            self._workshop.work_off([matrix for job in whole for matrix in self._matrices(job)])
+
+
+class OwnedOptimizer(MatrixOptimizer, ABC):
+    """An optimizer of matrices whose owner keeps all state of a matrix and makes its step.
+
+    A subclass has ``OwnedSlot``s and says how a gradient becomes a step.
+    """
+
+    def _matrices(self, job: Job) -> list[Matrix]:
+        """Say what is to be done with the members of a job, whose steps have been counted."""
+        return [
+            Matrix(
+                param=param,
+                piece=as_sent(grad),
+                cost=self._cost(job.group, param),
+                solve=partial(self._solved, job, param),
+                apply=step_of(job.group, param),
+                comm=self._ranks_of(job.group, param),
+                owner=self._owners.get(param, 0),
+                state=[piece_of(self.state[param][slot.name]).view(-1) for slot in job.slots],
+            )
+            for param, grad in zip(job.members, job.grads, strict=True)
+        ]
+
+    def _solved(
+        self, job: Job, param: torch.Tensor, whole: torch.Tensor, state: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Update a matrix's state by its gradient, and return the step without its rate."""
+        if not whole.numel():
+            return whole
+        own = {
+            slot.name: flat.view(slot.shape_of(param))
+            for slot, flat in zip(job.slots, state, strict=True)
+        }
+        grad = wide(whole).view(tuple(param.shape))
+        result = self._solve(job.group, own, grad, int(self.state[param]["step"]))
+        return result.reshape(-1).to(whole.dtype)
+
+    @abstractmethod
+    def _solve(
+        self, group: Group, own: dict[str, torch.Tensor], grad: torch.Tensor, step: int
+    ) -> torch.Tensor:
+        """Update a matrix's state by its gradient, and return the step without its rate."""
 
 
 def is_matrix(group: Group, param: torch.Tensor) -> bool:
@@ -177,14 +244,3 @@ def step_of(group: Group, param: torch.Tensor) -> Callable[[torch.Tensor], None]
             part.copy_(widened(part).mul_(decay).sub_(widened(step).mul_(group["lr"])))
 
     return apply
-
-
-def check_names(hyper: Iterable[str], known: Iterable[str]) -> None:
-    """Check the names of hyper-parameters. Local.
-
-    Raises:
-        TypeError: one is unknown.
-    """
-    strange = sorted(set(hyper) - set(known))
-    if strange:
-        raise TypeError(f"expected hyper-parameters among {sorted(known)}, got {strange}")

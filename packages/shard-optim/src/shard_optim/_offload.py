@@ -30,7 +30,8 @@ class Offload:
             parameters on CUDA. A third of it is read, a third worked on and a third written back.
             For parameters on CUDA that is memory of the device, and with ``"disk"`` as much pinned
             host memory and as much of the files' pages; for others it is pages of the files, and
-            below 48 MiB up to 24 MiB more, as those come in blocks of 2 MiB.
+            below 48 MiB up to 24 MiB more, as those come in blocks of 2 MiB. Optimizers that need
+            a matrix's state whole have that of three at hand besides, where it is more.
 
     Raises:
         ValueError: a value is out of range, or the folder is none.

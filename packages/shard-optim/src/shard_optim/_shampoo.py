@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 
 from shard_comm import Comm
 from shard_optim._factors import Block, FactorSlot, blocks_of, inverse_root
-from shard_optim._flat import Job
-from shard_optim._groups import Group, check_at_least_0, check_decay
-from shard_optim._matrix import MatrixOptimizer, as_sent, check_names, step_of
-from shard_optim._runs import piece_of
+from shard_optim._groups import Group, check_at_least_0
+from shard_optim._matrix import OwnedOptimizer
+from shard_optim._offload import Offload
 from shard_optim._slots import OwnedSlot, Slot
-from shard_optim._window import wide
-from shard_optim._workshop import Matrix
 
 _GRAFTINGS = ("adam", "sgd", None)
 
 
-class Shampoo(MatrixOptimizer):
+class Shampoo(OwnedOptimizer):
     """Gradients times inverse roots of their squares on both sides; AdamW for what is no matrix.
 
     For a matrix with gradients ``G``, the averages ``L`` of ``G @ G.T`` and ``R`` of ``G.T @ G``
@@ -50,31 +46,37 @@ class Shampoo(MatrixOptimizer):
         weight_decay: decoupled decay, at least 0.
         precondition_frequency: steps between two computations of the roots, at least 1. The first
             step computes them, too.
-        max_preconditioner_dim: rows and columns of a block, at most; at least 1. Blocks of a
-            matrix are as equal as can be.
         comm: the ranks that hold the plain parameters, with the same values and gradients, as
             DistributedDataParallel leaves them. Each plain matrix is then worked on by one of
             them, by every rank else.
-        hyper: ``grafting``, whose step gives each block's step its length: ``"adam"``, ``"sgd"``,
-            or None for the direction's own; ``shampoo_beta``, the decay of ``L`` and ``R``, the
-            second of ``betas`` by default, 1 for sums; ``ridge``, how much of the largest
-            eigenvalue is added to all; ``elementwise`` and ``adam_eps``.
+        offload: where state lives between steps: with the parameters by default, or ``"cpu"``,
+            ``"disk"`` or an ``Offload``. That of one matrix after another is brought to its owner,
+            the next one while one is worked on. Results have the same bits.
+        hyper: ``max_preconditioner_dim``, rows and columns of a block, at most; at least 1, and
+            blocks of a matrix are as equal as can be; ``grafting``, whose step gives each block's
+            step its length: ``"adam"``, ``"sgd"``, or None for the direction's own;
+            ``shampoo_beta``, the decay of ``L`` and ``R``, the second of ``betas`` by default, 1
+            for sums; ``ridge``, how much of the largest eigenvalue is added to all; ``elementwise``
+            and ``adam_eps``.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter has
             another name.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
-            floating point, or its comm has no ``all_to_all``.
+            floating point, or its comm has no ``all_to_all``; there is no such place to offload to.
 
-    **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones, in float32, or in the parameters'
-    dtype where that has fewer bits. Of sharded matrices what is not with its owner is sent, once
-    each way; of plain ones the owners' results, as much from each rank as from the one that has
-    most. State dictionaries are local.
+    **Collective**: a step takes one small all_reduce per comm, two where state is on disk, and two
+    all_to_alls per round of sharded matrices or one all_gather per round of plain ones, in float32,
+    or in the parameters' dtype where that has fewer bits. Of sharded matrices what is not with its
+    owner is sent, once each way; of plain ones the owners' results, as much from each rank as from
+    the one that has most. State dictionaries are local.
 
     **Memory**: for each matrix that a rank owns, in float32, one moment, two with ``"adam"``, and
-    for each block two squares of each side.
+    for each block two squares of each side. Offloaded, that is the same number of bytes elsewhere.
+    Here are ``Offload.window_bytes`` and, where that is less than three times the largest matrix's
+    state, so much besides: three matrices that are worked on one after another. For parameters on
+    the CPU that is pages of files, and up to 4 MiB more for each of the three.
 
     **Source**: Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization",
     2018; blocks, grafting and rare roots: Anil et al., "Scalable Second Order Optimization for Deep
@@ -90,8 +92,8 @@ class Shampoo(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.01,
         precondition_frequency: int = 10,
-        max_preconditioner_dim: int = 1024,
         comm: Comm | None = None,
+        offload: str | Offload | None = None,
         **hyper: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -99,19 +101,16 @@ class Shampoo(MatrixOptimizer):
             "betas": betas,
             "weight_decay": weight_decay,
             "precondition_frequency": precondition_frequency,
-            "max_preconditioner_dim": max_preconditioner_dim,
+            "max_preconditioner_dim": 1024,
             "grafting": "adam",
             "shampoo_beta": None,
             "ridge": 1e-6,
-            "elementwise": False,
-            "adam_eps": 1e-8,
         }
-        check_names(hyper, defaults)
-        super().__init__(params, {**defaults, **hyper}, comm)
+        super().__init__(params, defaults, hyper, comm=comm, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
-        check_at_least_0(group, ("lr", "weight_decay", "ridge", "adam_eps"), where)
-        check_decay(group, "betas", where, count=2)
+        super()._check_hyper(group, where)
+        check_at_least_0(group, ("ridge",), where)
         beta = group["shampoo_beta"]
         if beta is not None and not 0 <= beta <= 1:
             raise ValueError(f"{where}expected shampoo_beta in [0, 1], or None, got {beta}")
@@ -136,19 +135,24 @@ class Shampoo(MatrixOptimizer):
         how = group["max_preconditioner_dim"], group["grafting"] == "adam"
         return self._owned_slots(param, _slots, *how)
 
-    def _matrices(self, job: Job) -> list[Matrix]:
-        return [
-            Matrix(
-                param=param,
-                piece=as_sent(job.grads[row]),
-                cost=self._cost(job.group, param),
-                solve=partial(_solve, job.group, tuple(param.shape), self.state[param]),
-                apply=step_of(job.group, param),
-                comm=self._ranks_of(job.group, param),
-                owner=self._owners.get(param, 0),
-            )
-            for row, param in enumerate(job.members)
-        ]
+    def _solve(
+        self, group: Group, own: dict[str, torch.Tensor], grad: torch.Tensor, step: int
+    ) -> torch.Tensor:
+        straight = _averaged(own["exp_avg"], grad, group["betas"][0], step)
+        model = straight
+        if group["grafting"] == "adam":
+            squares = _averaged(own["exp_avg_sq"], grad * grad, group["betas"][1], step)
+            model = straight / squares.sqrt_().add_(group["adam_eps"])
+        result = torch.empty_like(grad)
+        for block in blocks_of(grad.shape, group["max_preconditioner_dim"]):
+            _learn(group, own, block, block.of(grad), step)
+            direction = block.left(own["left_root"]) @ block.of(straight).contiguous()
+            direction = direction @ block.right(own["right_root"])
+            if group["grafting"] is not None:
+                length, wanted = (torch.linalg.vector_norm(m) for m in (direction, block.of(model)))
+                direction.mul_(torch.where(length > 0, wanted / length, 0.0))
+            block.of(result).copy_(direction)
+        return result
 
 
 def _slots(most: int, has_squares: bool, **home: Any) -> tuple[Slot, ...]:
@@ -161,31 +165,6 @@ def _slots(most: int, has_squares: bool, **home: Any) -> tuple[Slot, ...]:
     return (*(OwnedSlot(name, torch.float32, **home) for name in moments), *factors)
 
 
-def _solve(
-    group: Group, shape: tuple[int, ...], own: dict[str, Any], whole: torch.Tensor
-) -> torch.Tensor:
-    """Update a matrix's state by its gradient, and return the step without its rate."""
-    if not whole.numel():
-        return whole
-    step, grad = int(own["step"]), wide(whole).view(shape)
-    state = {key: piece_of(own[key]).view(own[key].shape) for key in own if key != "step"}
-    straight = _averaged(state["exp_avg"], grad, group["betas"][0], step)
-    model = straight
-    if group["grafting"] == "adam":
-        squares = _averaged(state["exp_avg_sq"], grad * grad, group["betas"][1], step)
-        model = straight / squares.sqrt_().add_(group["adam_eps"])
-    result = torch.empty_like(grad)
-    for block in blocks_of(shape, group["max_preconditioner_dim"]):
-        _learn(group, state, block, block.of(grad), step)
-        direction = block.left(state["left_root"]) @ block.of(straight).contiguous()
-        direction = direction @ block.right(state["right_root"])
-        if group["grafting"] is not None:
-            length, wanted = (torch.linalg.vector_norm(m) for m in (direction, block.of(model)))
-            direction.mul_(torch.where(length > 0, wanted / length, 0.0))
-        block.of(result).copy_(direction)
-    return result.view(-1).to(whole.dtype)
-
-
 def _averaged(moment: torch.Tensor, new: torch.Tensor, beta: float, step: int) -> torch.Tensor:
     """Average into a moment, and return what it would be had it not begun at zero."""
     moment.mul_(beta).add_(new * (1 - beta))
@@ -193,7 +172,7 @@ def _averaged(moment: torch.Tensor, new: torch.Tensor, beta: float, step: int) -
 
 
 def _learn(
-    group: Group, state: dict[str, torch.Tensor], block: Block, grad: torch.Tensor, step: int
+    group: Group, own: dict[str, torch.Tensor], block: Block, grad: torch.Tensor, step: int
 ) -> None:
     """Average the squares of a block, and compute their roots where the time has come."""
     grad = grad.contiguous()
@@ -203,8 +182,8 @@ def _learn(
         ("left", grad @ grad.t(), block.left),
         ("right", grad.t() @ grad, block.right),
     ):
-        average = view(state[side])
+        average = view(own[side])
         average.mul_(beta).add_(square.mul_(1 if beta == 1 else 1 - beta))
         if step == 1 or step % group["precondition_frequency"] == 0:
             root = inverse_root(average / seen, root=4, ridge=group["ridge"])
-            view(state[f"{side}_root"]).copy_(root)
+            view(own[f"{side}_root"]).copy_(root)

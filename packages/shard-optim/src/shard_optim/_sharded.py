@@ -11,14 +11,21 @@ from torch.optim import Optimizer
 
 from shard_comm import Comm
 from shard_flat import ShardTensor
-from shard_optim._agree import CollectiveOptimizer
 from shard_optim._flat import FlatOptimizer
 from shard_optim._groups import check_params, entries_of, labels_of, name_in, names_of, unpack
 from shard_optim._shelf import Shelf
 from shard_optim._state import hyper_of, keys_of, pack_groups, through_hooks
 
 _SCALARS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers, for a whole parameter
-_WHOLE = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+
+# What is no element-wise optimizer, by class name, and the way out.
+_SHARES = "{0} of shard_optim takes these parameters and comm= itself"
+_CUT = "shard the parameters with shard_tensor or shard-fsdp and give them to {0} of shard_optim"
+_WAYS = {
+    **dict.fromkeys(("Muon", "SOAP", "Shampoo"), _SHARES),
+    **dict.fromkeys(("Adafactor", "AdamW8bit"), _CUT),
+    **dict.fromkeys(("LBFGS", "SparseAdam"), "shard_optim has none that does what {0} does"),
+}
 
 
 class ShardedOptimizer(Optimizer):
@@ -64,14 +71,11 @@ class ShardedOptimizer(Optimizer):
         **hyper: Any,
     ) -> None:
         make: Callable[..., Optimizer] = optimizer_class
-        name = getattr(optimizer_class, "__name__", str(optimizer_class))
-        if name in _WHOLE or (
-            isinstance(optimizer_class, type) and issubclass(optimizer_class, CollectiveOptimizer)
-        ):
+        names = [each.__name__ for each in getattr(optimizer_class, "__mro__", ())]
+        whole = next((name for name in names if name in _WAYS), None)
+        if whole is not None:
             raise ValueError(
-                f"expected an element-wise optimizer, got {name}; Muon, SOAP and Shampoo of "
-                f"shard_optim take comm= themselves; for others shard the parameters with "
-                f"shard_tensor or shard-fsdp and use shard_optim's own, where there is one"
+                f"expected an element-wise optimizer, got {names[0]}; {_WAYS[whole].format(whole)}"
             )
         if not isinstance(params, torch.Tensor):
             params = list(params)

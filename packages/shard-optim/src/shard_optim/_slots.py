@@ -24,20 +24,27 @@ class Slot:
         name: what the state calls it.
         dtype: of its elements; the parameter's by default.
         joined: whether those of neighbours are updated as one flat tensor.
+        moves: whether it lives where the optimizer's state is offloaded to.
     """
 
     name: str
     dtype: torch.dtype | None = None
     joined: ClassVar[bool] = True
+    moves: ClassVar[bool] = True
 
     def dtype_of(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype for a parameter. Local."""
         return param.dtype if self.dtype is None else self.dtype
 
-    def blank(self, param: torch.Tensor) -> torch.Tensor:
-        """Return zeros for a parameter. Local."""
-        like = param.detach()
-        return torch.zeros_like(like, dtype=self.dtype, memory_format=torch.preserve_format)
+    def numel_of(self, param: torch.Tensor) -> int:
+        """Return how many elements this rank has for a parameter. Local."""
+        return piece_of(param).numel()
+
+    def shaped(self, flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Show ``[n]`` as state of a parameter, in the same order of memory. Local."""
+        if isinstance(param, ShardTensor):
+            return param.like(flat)
+        return flat.as_strided(param.shape, param.stride())
 
     def shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the global shape. Local."""
@@ -64,10 +71,15 @@ class WholeSlot(Slot):
 
     dims: tuple[int, ...] = ()
     joined: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
 
-    def blank(self, param: torch.Tensor) -> torch.Tensor:
-        """Return zeros for a parameter. Local."""
-        return torch.zeros(self.shape_of(param), dtype=self.dtype_of(param), device=param.device)
+    def numel_of(self, param: torch.Tensor) -> int:
+        """Return how many elements every rank has for a parameter. Local."""
+        return math.prod(self.shape_of(param))
+
+    def shaped(self, flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Show ``[n]`` as state of a parameter. Local."""
+        return flat.view(self.shape_of(param))
 
     def shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the shape. Local."""
@@ -94,16 +106,21 @@ class OwnedSlot(Slot):
     comm: GatherComm | None = None
     joined: ClassVar[bool] = False
 
-    def blank(self, param: torch.Tensor) -> torch.Tensor:
-        """Return zeros for a parameter. Local."""
-        dtype = param.dtype if self.dtype is None else self.dtype
+    def numel_of(self, param: torch.Tensor) -> int:
+        """Return how many elements this rank has for a parameter: all or none. Local."""
         comm = self._comm_of(param)
         if comm is None:
-            return torch.zeros(self.shape_of(param), dtype=dtype, device=param.device)
+            return math.prod(self.shape_of(param))
         spec = self._spec(param, comm)
-        local = torch.zeros(spec.stop - spec.start, dtype=dtype, device=param.device)
+        return spec.stop - spec.start
+
+    def shaped(self, flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Show ``[n]`` as state of a parameter. Local."""
+        comm = self._comm_of(param)
+        if comm is None:
+            return flat.view(self.shape_of(param))
         mesh = param.device_mesh if isinstance(param, ShardTensor) else None
-        return ShardTensor(local, spec, comm=comm, mesh=mesh)
+        return ShardTensor(flat, self._spec(param, comm), comm=comm, mesh=mesh)
 
     def shape_of(self, param: torch.Tensor) -> tuple[int, ...]:
         """Return the global shape. Local."""
@@ -144,72 +161,72 @@ def allocate_slots(
         params: parameters.
         state: the optimizer's.
         slots: those that each of the parameters has.
-        home: where joined slots live.
+        home: where slots live that move.
 
     Raises:
         OSError: there is no room for them; nothing was made.
 
     **Collective**: local. **Memory**: the slots of each parameter's piece.
     """
-    by_device: dict[torch.device, list[tuple[Slot, list[torch.Tensor]]]] = {}
-    for slot in slots:
-        if slot.joined:
-            for block in _blocks(params, state, slot, home):
-                by_device.setdefault(block[0].device, []).append((slot, block))
+    wanted = [
+        (slot, block)
+        for slot in slots
+        if slot.joined
+        for block in _blocks(params, state, slot, home)
+    ]
+    wanted += [
+        (slot, [param])
+        for param in params  # all state of one side by side
+        for slot in slots
+        if not slot.joined and not _is_right(state[param].get(slot.name), param, slot, home)
+    ]
+    by_place: dict[tuple[torch.device, bool], list[tuple[Slot, list[torch.Tensor]]]] = {}
+    for slot, block in wanted:
+        by_place.setdefault((block[0].device, slot.moves), []).append((slot, block))
     made = [
         (slot, block, flat)
-        for device, blocks in by_device.items()
+        for (device, moves), blocks in by_place.items()
         for (slot, block), flat in zip(
-            blocks, home.zeros([_size_of(*block) for block in blocks], device), strict=True
+            blocks,
+            (home if moves else Home()).zeros([_size_of(*each) for each in blocks], device),
+            strict=True,
         )
     ]
     for param in params:  # the counter comes first
         if "step" not in state[param]:
             state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
     for slot, block, flat in made:
-        sizes = [piece_of(member).numel() for member in block]
+        sizes = [slot.numel_of(member) for member in block]
         for member, part in zip(block, flat.split(sizes), strict=True):
             old = state[member].get(slot.name)
-            state[member][slot.name] = _shaped(part, member)
+            state[member][slot.name] = slot.shaped(part, member)
             if old is not None:
                 state[member][slot.name].copy_(old)
-    for param in params:
-        own = state[param]
-        for slot in slots:
-            if slot.name not in own:
-                own[slot.name] = slot.blank(param)
 
 
 def _blocks(
     params: Sequence[torch.Tensor], state: State, slot: Slot, home: Home
 ) -> Iterator[list[torch.Tensor]]:
     """Parameters whose slot is to be made: neighbours together, and those that are alone."""
-    lacking = [p for p in params if not _is_right(state[p].get(slot.name), p, home)]
+    lacking = [p for p in params if not _is_right(state[p].get(slot.name), p, slot, home)]
     runs = find_runs([[flat_piece(p) for p in lacking]])
     empty = [row for row, p in enumerate(lacking) if not piece_of(p).numel()]
     for rows in [*runs, *([row] for row in empty)]:
         yield [lacking[row] for row in rows]
 
 
-def _is_right(value: torch.Tensor | None, param: torch.Tensor, home: Home) -> bool:
+def _is_right(value: torch.Tensor | None, param: torch.Tensor, slot: Slot, home: Home) -> bool:
     """Whether state is there, where it should be and in its parameter's order."""
     if value is None:
         return False
     piece = piece_of(value)
     # The kernel goes by memory alone.
-    return piece.stride() == piece_of(param).stride() and home.holds(piece, param.device)
+    ordered = piece.stride() == piece_of(param).stride() if slot.joined else piece.is_contiguous()
+    return ordered and (home if slot.moves else Home()).holds(piece, param.device)
 
 
 def _size_of(slot: Slot, block: Sequence[torch.Tensor]) -> tuple[int, torch.dtype]:
-    numel = sum(piece_of(member).numel() for member in block)
-    return numel, slot.dtype_of(block[0])
-
-
-def _shaped(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Show ``[n]`` as state of a parameter, in the same order of memory."""
-    if isinstance(param, ShardTensor):
-        return param.like(flat)
-    return flat.as_strided(param.shape, param.stride())
+    return sum(slot.numel_of(member) for member in block), slot.dtype_of(block[0])
 
 
 def check_slots(

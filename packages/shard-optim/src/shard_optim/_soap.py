@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 
 from shard_comm import Comm
 from shard_optim._eigen import eigen
-from shard_optim._flat import Job
 from shard_optim._groups import Group, check_at_least_0, check_decay
-from shard_optim._matrix import MatrixOptimizer, as_sent, check_names, step_of
-from shard_optim._runs import piece_of
+from shard_optim._matrix import OwnedOptimizer
+from shard_optim._offload import Offload
 from shard_optim._slots import OwnedSlot, Slot
-from shard_optim._window import wide
-from shard_optim._workshop import Matrix
 
 _SIDES = {"left": 0, "right": 1}
 
 
-class SOAP(MatrixOptimizer):
+class SOAP(OwnedOptimizer):
     """Adam's step in the basis in which a matrix's gradients are least mixed; AdamW for the rest.
 
     The first gradient of a matrix only tells the basis: nothing but decay moves it then. The
@@ -40,11 +36,14 @@ class SOAP(MatrixOptimizer):
         betas: decay of the first and second moment, each in [0, 1).
         weight_decay: decoupled decay, at least 0.
         precondition_every: steps between two refreshes of the basis, at least 1.
-        max_size: a side of a matrix that is longer keeps its own basis, and no state.
         comm: the ranks that hold the plain parameters, with the same values and gradients, as
             DistributedDataParallel leaves them. Each plain matrix is then worked on by one of
             them, by every rank else.
-        hyper: ``eps``, added to the denominator; ``shampoo_beta``, the decay of the averages that
+        offload: where state lives between steps: with the parameters by default, or ``"cpu"``,
+            ``"disk"`` or an ``Offload``. That of one matrix after another is brought to its owner,
+            the next one while one is worked on. Results have the same bits.
+        hyper: ``max_size``, a side of a matrix that is longer keeps its own basis, and no state;
+            ``eps``, added to the denominator; ``shampoo_beta``, the decay of the averages that
             give the basis, the second of ``betas`` by default; ``elementwise`` and ``adam_eps``.
 
     Raises:
@@ -52,16 +51,19 @@ class SOAP(MatrixOptimizer):
             another name.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
-            floating point, or its comm has no ``all_to_all``.
+            floating point, or its comm has no ``all_to_all``; there is no such place to offload to.
 
-    **Collective**: a step takes one small all_reduce per comm, and two all_to_alls per round of
-    sharded matrices or one all_gather per round of plain ones, in float32, or in the parameters'
-    dtype where that has fewer bits. Of sharded matrices what is not with its owner is sent, once
-    each way; of plain ones the owners' results, as much from each rank as from the one that has
-    most. State dictionaries are local.
+    **Collective**: a step takes one small all_reduce per comm, two where state is on disk, and two
+    all_to_alls per round of sharded matrices or one all_gather per round of plain ones, in float32,
+    or in the parameters' dtype where that has fewer bits. Of sharded matrices what is not with its
+    owner is sent, once each way; of plain ones the owners' results, as much from each rank as from
+    the one that has most. State dictionaries are local.
 
     **Memory**: for each matrix that a rank owns, in float32, two moments and two squares of each
-    side.
+    side. Offloaded, that is the same number of bytes elsewhere. Here are
+    ``Offload.window_bytes`` and, where that is less than three times the largest matrix's state, so
+    much besides: three matrices that are worked on one after another. For parameters on the CPU
+    that is pages of files, and up to 4 MiB more for each of the three.
 
     **Source**: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024.
     """
@@ -74,8 +76,8 @@ class SOAP(MatrixOptimizer):
         betas: tuple[float, float] = (0.95, 0.95),
         weight_decay: float = 0.01,
         precondition_every: int = 10,
-        max_size: int = 8192,
         comm: Comm | None = None,
+        offload: str | Offload | None = None,
         **hyper: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -83,18 +85,15 @@ class SOAP(MatrixOptimizer):
             "betas": betas,
             "weight_decay": weight_decay,
             "precondition_every": precondition_every,
-            "max_size": max_size,
+            "max_size": 8192,
             "eps": 1e-8,
             "shampoo_beta": None,
-            "elementwise": False,
-            "adam_eps": 1e-8,
         }
-        check_names(hyper, defaults)
-        super().__init__(params, {**defaults, **hyper}, comm)
+        super().__init__(params, defaults, hyper, comm=comm, offload=offload)
 
     def _check_hyper(self, group: Group, where: str) -> None:
-        check_at_least_0(group, ("lr", "weight_decay", "eps", "adam_eps", "max_size"), where)
-        check_decay(group, "betas", where, count=2)
+        super()._check_hyper(group, where)
+        check_at_least_0(group, ("eps", "max_size"), where)
         if group["shampoo_beta"] is not None:
             check_decay({"shampoo_beta": (group["shampoo_beta"],)}, "shampoo_beta", where, count=1)
         if group["precondition_every"] < 1:
@@ -110,19 +109,14 @@ class SOAP(MatrixOptimizer):
         sides = tuple(s for s, dim in _SIDES.items() if param.shape[dim] <= group["max_size"])
         return self._owned_slots(param, _slots, sides)
 
-    def _matrices(self, job: Job) -> list[Matrix]:
-        return [
-            Matrix(
-                param=param,
-                piece=as_sent(job.grads[row]),
-                cost=self._cost(job.group, param),
-                solve=partial(_solve, job.group, tuple(param.shape), self.state[param]),
-                apply=step_of(job.group, param),
-                comm=self._ranks_of(job.group, param),
-                owner=self._owners.get(param, 0),
-            )
-            for row, param in enumerate(job.members)
-        ]
+    def _solve(
+        self, group: Group, own: dict[str, torch.Tensor], grad: torch.Tensor, step: int
+    ) -> torch.Tensor:
+        result = torch.zeros_like(grad) if step == 1 else _step(group, own, grad, step - 1)
+        for side in _SIDES:
+            if side in own:
+                _learn(group, own, side, grad, step)
+        return result
 
 
 def _slots(sides: tuple[str, ...], **home: Any) -> tuple[Slot, ...]:
@@ -136,28 +130,13 @@ def _slots(sides: tuple[str, ...], **home: Any) -> tuple[Slot, ...]:
     return (*moments, *squares)
 
 
-def _solve(
-    group: Group, shape: tuple[int, ...], own: dict[str, Any], whole: torch.Tensor
+def _step(
+    group: Group, own: dict[str, torch.Tensor], grad: torch.Tensor, step: int
 ) -> torch.Tensor:
-    """Update a matrix's state by its gradient, and return the step without its rate."""
-    if not whole.numel():
-        return whole
-    step, grad = int(own["step"]), wide(whole).view(shape)
-    result = torch.zeros_like(grad) if step == 1 else _step(group, own, grad, step - 1)
-    for side in _SIDES:
-        if side in own:
-            _learn(group, own, side, grad, step)
-    return result.reshape(-1).to(whole.dtype)
-
-
-def _step(group: Group, own: dict[str, Any], grad: torch.Tensor, step: int) -> torch.Tensor:
     """Adam in the basis of earlier gradients; in that of this one its noise would be like it."""
     beta1, beta2 = group["betas"]
-    first, second = (piece_of(own[name]).view(grad.shape) for name in ("exp_avg", "exp_avg_sq"))
-    bases = [
-        piece_of(own[f"{side}_basis"]).view(size, size) if side in own else None
-        for side, size in zip(_SIDES, grad.shape, strict=True)
-    ]
+    first, second = own["exp_avg"], own["exp_avg_sq"]
+    bases = [own.get(f"{side}_basis") for side in _SIDES]
     first.mul_(beta1).add_(grad * (1 - beta1))
     turned = _turned(grad, *bases)
     second.mul_(beta2).add_(turned.mul_(turned).mul_(1 - beta2))
@@ -166,10 +145,11 @@ def _step(group: Group, own: dict[str, Any], grad: torch.Tensor, step: int) -> t
     return _turned(straight, *(None if basis is None else basis.t() for basis in bases))
 
 
-def _learn(group: Group, own: dict[str, Any], side: str, grad: torch.Tensor, step: int) -> None:
+def _learn(
+    group: Group, own: dict[str, torch.Tensor], side: str, grad: torch.Tensor, step: int
+) -> None:
     """Average the squares of one side, and refresh its basis where its time has come."""
-    size = grad.shape[_SIDES[side]]
-    average, basis = (piece_of(own[name]).view(size, size) for name in (side, f"{side}_basis"))
+    average, basis = own[side], own[f"{side}_basis"]
     beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
     square = grad @ grad.t() if side == "left" else grad.t() @ grad
     average.mul_(beta).add_(square.mul_(1 - beta))

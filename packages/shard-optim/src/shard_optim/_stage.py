@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import repeat
 
 import torch
 
 from shard_optim._state_file import BLOCK_BYTES, StateFiles
 
-if TYPE_CHECKING:
-    from shard_optim._plan import Lane
+PARTS = 3
+"""One is read, one worked on, one written."""
 
-_PARTS = 3  # one is read, one worked on, one written
-_LINE_BYTES = 64
+LINE_BYTES = 64
+"""Where the state of a slot begins in a part."""
+
 _EDGES = 2  # blocks that a stretch of a file may have a part of
 GRAIN = 64
 """Elements that are never parted: whole vectors of any dtype."""
@@ -39,7 +40,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Window:
-    """What one lane has at hand.
+    """State that is at hand at the same time.
 
     Attributes:
         stage: where.
@@ -59,17 +60,20 @@ class Stage(ABC):
 
     Args:
         window_bytes: of all parts together.
+
+    Attributes:
+        part_bytes: of one of them.
     """
 
     def __init__(self, window_bytes: int) -> None:
-        self._part_bytes = window_bytes // _PARTS // _LINE_BYTES * _LINE_BYTES
-        self._edge_bytes = _LINE_BYTES  # what the state of one slot may take besides
+        self.part_bytes = window_bytes // PARTS // LINE_BYTES * LINE_BYTES
+        self._edge_bytes = LINE_BYTES  # what the state of one slot may take besides
         self._reader = ThreadPoolExecutor(1, "shard_optim-read")
         self._writer = ThreadPoolExecutor(1, "shard_optim-write")
 
     def numel_of(self, itemsizes: Sequence[int]) -> int:
         """Return how many elements fit into a part with state of these sizes. Local."""
-        return (self._part_bytes - self._edge_bytes * len(itemsizes)) // sum(itemsizes)
+        return (self.part_bytes - self._edge_bytes * len(itemsizes)) // sum(itemsizes)
 
     def window(
         self, number: int, columns: Sequence[Sequence[torch.Tensor]]
@@ -77,7 +81,7 @@ class Stage(ABC):
         """Plan how state comes to hand.
 
         Args:
-            number: of the lane; those that follow each other have other parts.
+            number: of the window; those that follow each other have other parts.
             columns: for each slot, tensors ``[n]`` where they live.
 
         Returns:
@@ -85,43 +89,42 @@ class Stage(ABC):
 
         **Collective**: local.
         """
-        part = number % _PARTS
-        at = part * self._part_bytes
+        part = number % PARTS
+        at = part * self.part_bytes
         near: list[list[torch.Tensor]] = []
         spans: list[list[int]] = []  # where it begins in all parts, and bytes
-        heads: list[torch.Tensor] = []
+        heads: list[tuple[torch.Tensor, torch.Tensor]] = []
         for column in columns:
             near.append([])
             for host in column:
                 near[-1].append(self._near_of(host, at))
-                if spans and _is_next(heads[-1], spans[-1], host, at):
+                pair = host, near[-1][-1]
+                if spans and all(map(_is_next, heads[-1], pair, repeat(spans[-1][1]))):
                     spans[-1][1] += host.nbytes
-                else:
-                    heads.append(host)
+                elif host.nbytes:
+                    heads.append(pair)
                     spans.append([at, host.nbytes])
                 at += host.nbytes
-            at += -at % _LINE_BYTES
-        moves = [self._move(head, *span) for head, span in zip(heads, spans, strict=True)]
+            at += -at % LINE_BYTES
+        moves = [self._move(host, *span) for (host, _), span in zip(heads, spans, strict=True)]
         return Window(self, part, moves), near
 
-    def each(self, lanes: Sequence[Lane]) -> Iterator[Lane]:
-        """Yield lanes one by one, each with its state at hand until the next one. Local.
+    def each(self, windows: Sequence[Window]) -> Generator[int, None, None]:
+        """Yield the indices of windows one by one, each at hand until the next one. Local.
 
         Raises:
-            RuntimeError: a file could not be read or written; the step is half done.
+            StateLost: a file could not be read or written; the step is half done.
         """
-        windows = [lane.window for lane in lanes if lane.window is not None]
         stored: dict[int, Future[None]] = {}
         loading = self._reader.submit(self._load, windows[0].moves, None)
         try:
-            for number, lane in enumerate(lanes):
+            for number, window in enumerate(windows):
                 loading.result()
-                if number + 1 < len(lanes):
+                if number + 1 < len(windows):
                     coming = windows[number + 1]
                     free = stored.get(coming.part)
                     loading = self._reader.submit(self._load, coming.moves, free)
-                yield lane
-                window = windows[number]
+                yield number
                 stored[window.part] = self._writer.submit(self._store, window.moves, self._now())
             for future in stored.values():
                 future.result()
@@ -170,13 +173,13 @@ class MappedStage(Stage):
 
     **Memory**: ``window_bytes`` of the files' pages during a step. The system brings them in blocks
     of up to 2 MiB; a window below 48 MiB has no room for the two that each slot has a part of, and
-    takes up to 4 MiB more for each slot and part.
+    takes up to 4 MiB more for each stretch and part. Nothing keeps a part from being larger.
     """
 
     def __init__(self, files: StateFiles, window_bytes: int) -> None:
         super().__init__(window_bytes)
         self._files = files
-        if self._part_bytes >= 4 * _EDGES * BLOCK_BYTES:
+        if self.part_bytes >= 4 * _EDGES * BLOCK_BYTES:
             self._edge_bytes = _EDGES * BLOCK_BYTES
 
     def _bring(self, moves: Sequence[Move]) -> None:
@@ -208,7 +211,7 @@ class DeviceStage(Stage):
         super().__init__(window_bytes)
         self._files = files
         self._device = device
-        numel = _PARTS * self._part_bytes
+        numel = PARTS * self.part_bytes
         self._near = torch.empty(numel, dtype=torch.uint8, device=device)
         self._between: torch.Tensor | None = None
         if files is not None:
@@ -251,11 +254,9 @@ class DeviceStage(Stage):
             self._files.drop(mapped)
 
 
-def _is_next(head: torch.Tensor, span: Sequence[int], host: torch.Tensor, at: int) -> bool:
-    """Whether a tensor follows without a gap, both where it lives and in its part."""
-    start, nbytes = span
+def _is_next(head: torch.Tensor, tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether a tensor follows so many bytes from another one on without a gap."""
     return (
-        start + nbytes == at
-        and head.data_ptr() + nbytes == host.data_ptr()
-        and head.untyped_storage().data_ptr() == host.untyped_storage().data_ptr()
+        head.data_ptr() + nbytes == tensor.data_ptr()
+        and head.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     )

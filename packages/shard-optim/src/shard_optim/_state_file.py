@@ -19,6 +19,10 @@ BLOCK_BYTES = 2 << 20
 _POPULATE_WRITE = 23  # of madvise, which Python does not name yet
 
 
+class StateLost(RuntimeError):
+    """State of a step could not be read or written."""
+
+
 class StateFiles:
     """Files of one folder, each of which holds what was asked for at once.
 
@@ -78,14 +82,14 @@ class StateFiles:
         """Have the pages of a tensor in this process's memory, ready to be written. Local.
 
         Raises:
-            RuntimeError: the disk did not give them; touching them would end the process.
+            StateLost: the disk did not give them; touching them would end the process.
         """
         if self._brings and self._advise(tensor, _POPULATE_WRITE):
             number = ctypes.get_errno()
             if number == errno.EINVAL:  # before Linux 5.14: pages come when they are touched
                 self._brings = False
                 return
-            raise RuntimeError(
+            raise StateLost(
                 f"offload: {tensor.nbytes} bytes of state in {str(self._folder)!r} cannot be read "
                 f"or written ({os.strerror(number)}); the step is half done: load a checkpoint"
             )

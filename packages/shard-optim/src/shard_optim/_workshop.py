@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from shard_comm import Comm
 from shard_flat import ShardTensor
 from shard_optim._gather import Gathering
+from shard_optim._homes import Home
 from shard_optim._owners import Ledger
 from shard_optim._routes import Round, split_rounds
 
@@ -24,20 +25,26 @@ class Matrix:
         piece: ``[n]``, this rank's part of what its owner needs, in the dtype that travels. Of a
             plain parameter that several ranks hold, all of it, which only the owner needs.
         cost: of solving it, in any unit.
-        solve: makes the whole, flattened, into the result, flattened, of the same dtype; its
-            owner calls it.
+        solve: makes the whole, flattened, and ``state`` where it is at hand, into the result,
+            flattened, of the same dtype; its owner calls it.
         apply: takes this rank's piece of the result ``[n]``.
         comm: the ranks that hold the parameter, None where it is this one alone.
         owner: who solves it, where that is settled.
+        state: what its owner keeps of it, flattened.
     """
 
     param: torch.Tensor
     piece: torch.Tensor
     cost: float
-    solve: Callable[[torch.Tensor], torch.Tensor]
+    solve: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
     apply: Callable[[torch.Tensor], None]
     comm: Comm | None
     owner: int | None = None
+    state: Sequence[torch.Tensor] = ()
+
+
+Solve = Callable[[Matrix, torch.Tensor], torch.Tensor]
+"""Makes a whole matrix into its result; the next one in the order of ``Workshop``."""
 
 
 class Workshop:
@@ -51,28 +58,33 @@ class Workshop:
         self.loads: dict[Hashable, list[float]] = {}
         self._plans: dict[Hashable, list[Any]] = {}
 
-    def work_off(self, matrices: Sequence[Matrix]) -> None:
+    def work_off(self, matrices: Sequence[Matrix], home: Home) -> None:
         """Solve and apply all matrices; those that no other rank has a piece of are solved here.
 
         Args:
             matrices: the same ones in the same order on every rank.
+            home: where their state lives; that of one matrix after another is brought from there.
 
         **Collective**: per comm and dtype, two all_to_alls for each round of sharded matrices and
         one all_gather for each round of plain ones, over all ranks of it.
         """
-        kinds: dict[tuple[Comm, torch.dtype, bool], list[Matrix]] = {}
-        for matrix in matrices:
-            if matrix.comm is None:
-                matrix.apply(matrix.solve(matrix.piece.clone()))  # its own memory, as of an owner
-            else:
-                is_cut = isinstance(matrix.param, ShardTensor)
-                kind = matrix.comm, matrix.piece.dtype, is_cut
-                kinds.setdefault(kind, []).append(matrix)
-        for (comm, dtype, is_cut), members in kinds.items():
-            if is_cut:
-                exchange(self._rounds(comm, dtype, members), members)
-            else:
-                gather(self._gatherings(comm, dtype, members), members)
+        alone = [matrix for matrix in matrices if matrix.comm is None]
+        cut, plain = (_by_kind(matrices, is_cut=is_cut) for is_cut in (True, False))
+        rounds = [(self._rounds(*kind, members), members) for kind, members in cut.items()]
+        gathers = [(self._gatherings(*kind, members), members) for kind, members in plain.items()]
+        own = [m for each in rounds for m in _owned(*each)]
+        own += [m for each in gathers for m in _owned(*each)]
+        with home.streaming([(m.param.device, m.state) for m in (*alone, *own)]) as states:
+
+            def solve(matrix: Matrix, whole: torch.Tensor) -> torch.Tensor:
+                return matrix.solve(whole, next(states))
+
+            for matrix in alone:
+                matrix.apply(solve(matrix, matrix.piece.clone()))  # its own memory, as of an owner
+            for exchanged, members in rounds:
+                exchange(exchanged, members, solve)
+            for gathered, members in gathers:
+                gather(gathered, members, solve)
 
     def _rounds(self, comm: Comm, dtype: torch.dtype, members: Sequence[Matrix]) -> list[Round]:
         specs = [m.param.spec for m in members if isinstance(m.param, ShardTensor)]
@@ -112,6 +124,27 @@ class Workshop:
             for index, owner in owners.items():
                 loads[owner] += costs[index]
         return rounds
+
+
+def _by_kind(
+    matrices: Sequence[Matrix], *, is_cut: bool
+) -> dict[tuple[Comm, torch.dtype], list[Matrix]]:
+    """Matrices of several ranks, sharded or plain, that travel together."""
+    kinds: dict[tuple[Comm, torch.dtype], list[Matrix]] = {}
+    for matrix in matrices:
+        if matrix.comm is not None and isinstance(matrix.param, ShardTensor) == is_cut:
+            kinds.setdefault((matrix.comm, matrix.piece.dtype), []).append(matrix)
+    return kinds
+
+
+def _owned(
+    rounds: Sequence[Round] | Sequence[Gathering], members: Sequence[Matrix]
+) -> Iterator[Matrix]:
+    """What this rank solves, in that order."""
+    for each in rounds:
+        for index, owner in each.owners.items():
+            if owner == each.comm.rank:
+                yield members[index]
 
 
 def _work_of(members: Sequence[Matrix]) -> tuple[tuple[float, ...], tuple[int, ...]]:
@@ -163,7 +196,7 @@ def plan_rounds(
     return [{i: owners[i] for i in each} for each in indices]
 
 
-def exchange(rounds: Sequence[Round], members: Sequence[Matrix]) -> None:
+def exchange(rounds: Sequence[Round], members: Sequence[Matrix], solve: Solve) -> None:
     """Bring pieces to owners and back; one round travels while another one is worked on."""
 
     def start(number: int) -> None:
@@ -179,12 +212,12 @@ def exchange(rounds: Sequence[Round], members: Sequence[Matrix]) -> None:
     start(0)
     for number, each in enumerate(rounds):
         start(number + 1)
-        each.give_back({i: members[i].solve(whole) for i, whole in each.wholes().items()})
+        each.give_back({i: solve(members[i], whole) for i, whole in each.wholes().items()})
         finish(number - 1)
     finish(len(rounds) - 1)
 
 
-def gather(rounds: Sequence[Gathering], members: Sequence[Matrix]) -> None:
+def gather(rounds: Sequence[Gathering], members: Sequence[Matrix], solve: Solve) -> None:
     """Solve what is owned and fetch the rest; one round travels while the next is worked on."""
 
     def finish(number: int) -> None:
@@ -194,6 +227,6 @@ def gather(rounds: Sequence[Gathering], members: Sequence[Matrix]) -> None:
 
     for number, each in enumerate(rounds):
         own = [i for i, owner in each.owners.items() if owner == each.comm.rank]
-        each.send({i: members[i].solve(members[i].piece.clone()) for i in own})
+        each.send({i: solve(members[i], members[i].piece.clone()) for i in own})
         finish(number - 1)
     finish(len(rounds) - 1)
