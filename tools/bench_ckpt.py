@@ -350,10 +350,12 @@ def load_rows(name: str, folder: Path, rounds: int) -> list[Row]:
     run_threads(write_by_others, OTHER_RANKS, name, str(folder), timeout_s=600)
     loaded = run_ranks(time_loads, RANKS, name, str(folder), rounds, timeout_s=1800)
     times = loaded[0]
+    other = f"{name}: load of {OTHER_RANKS} ranks', s"
     rows = [
         row(f"{name}: load, s, against torch", times["same"], times["dcp"], 1.0),
         row(f"{name}: load, s of processor, likewise", times["same cpu"], times["dcp cpu"], None),
-        row(f"{name}: load of {OTHER_RANKS} ranks', s", times["other"], times["same"], 1.2),
+        row(f"{other}, against torch", times["other"], times["dcp"], 1.2),
+        row(f"{other}, against load", times["other"], times["same"], None),
     ]
     for kind, what in (("same", "load"), ("other", f"load of {OTHER_RANKS} ranks'")):
         read = max(t[f"{kind} read"][0] / MIB for t in loaded)

@@ -303,6 +303,6 @@ def test_what_is_needed_next_is_asked_for_ahead_and_nothing_else(
     template = {"m": {"a": torch.ones(36 << 20, dtype=torch.uint8)}}
     load(template, tmp_path / "a", comm=SoloComm(), strict=False)
     assert int(template["m"]["a"].max()) == 0
-    mib = 1 << 20
-    assert asked == [(0, 16 * mib), (16 * mib, 16 * mib), (32 * mib, 4 * mib + GRAIN_BYTES)]
+    tail, piece = 4 * (1 << 20) + GRAIN_BYTES, 16 << 20
+    assert asked == [(tail, piece), (tail + piece, piece)]
     assert len(exact) == 2  # to check, and to fill

@@ -284,13 +284,34 @@ def test_partitions_that_do_not_fit_are_refused(tmp_path: Path, stage: int) -> N
         convert(tmp_path / "a", tmp_path / "c")
 
 
-def test_parallel_models_and_experts_are_not_understood(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (
+            ["mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_10_optim_states.pt"],
+            "model-parallel ranks beyond the first",
+        ),
+        (["layer_0_expert_1_mp_rank_00_model_states.pt"], "experts"),
+        (["expp_rank_0_mp_rank_00_optim_states.pt"], "experts"),
+        (["layer_00-model_00-model_states.pt"], "pipeline stages"),
+    ],
+)
+def test_what_is_not_understood_is_named(tmp_path: Path, names: list[str], found: str) -> None:
     write_flat_stage(tmp_path / "a", 1, 2, scaler=None)
-    (tmp_path / "a" / "mp_rank_01_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match=r"model-parallel rank 01; .* with torch.save, which"):
+    for name in names:
+        (tmp_path / "a" / name).touch()
+    count = rf"\({len(names)}, such as {names[0]}\)"
+    expected = f"a: files of {found} are not understood {count}; load it with DeepSpeed"
+    with pytest.raises(CheckpointError, match=expected):
         convert(tmp_path / "a", tmp_path / "c")
-    (tmp_path / "a" / "layer_0_expert_1_mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="files of experts are not understood; load it"):
+
+
+@pytest.mark.parametrize("what", ["optim", "model"])
+def test_a_folder_without_one_kind_of_files_is_told(tmp_path: Path, what: str) -> None:
+    write_flat_stage(tmp_path / "a", 2, 2, scaler=None)
+    for path in (tmp_path / "a").glob(f"*_{what}_states.pt"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=rf"a: holds no \*_{what}_states\.pt; bring"):
         convert(tmp_path / "a", tmp_path / "c")
 
 

@@ -148,7 +148,7 @@ def test_names_of_one_tensor_hold_the_same(tmp_path: Path) -> None:
     assert torch.equal(w, W)
     w.zero_()
     other = write_folder(tmp_path / "other", {"a": W}, {"b": W + 1})
-    with pytest.raises(ValueError, match="a and model: b are one tensor here, but differ in"):
+    with pytest.raises(ValueError, match="a and model: b share memory here, but differ in"):
         load_hf({"a": w, "b": w}, other)
     kinds = write_folder(tmp_path / "kinds", {"a": W}, {"b": W.double()})
     with pytest.raises(ValueError, match=r"dtypes F32 and F64"):

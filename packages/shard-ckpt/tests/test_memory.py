@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shard_ckpt._memory import bytes_of, flat_range, is_flat, joined_runs
+from shard_ckpt._memory import bytes_of, copy_bytes, flat_range, is_flat, joined_runs
 
 
 def test_bytes_are_the_tensors_own_memory() -> None:
@@ -58,3 +58,12 @@ def test_temporary_copies_live_as_long_as_their_run() -> None:
     runs = joined_runs(flat_range(t, start=0, stop=1000) for t in scattered)
     seen = [set(run.view(torch.float32).tolist()) for run in runs]
     assert seen == [{float(at)} for at in range(20)]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 17, 32])
+@pytest.mark.parametrize(("to", "of"), [(0, 0), (8, 16), (2, 8), (0, 6), (1, 0), (8, 3)])
+def test_bytes_are_copied_wherever_they_lie(nbytes: int, to: int, of: int) -> None:
+    source, target = torch.arange(64).byte(), torch.full((64,), 255).byte()
+    copy_bytes(target[to : to + nbytes], source[of : of + nbytes])
+    expected = [255] * to + list(range(of, of + nbytes)) + [255] * (64 - to - nbytes)
+    assert target.tolist() == expected

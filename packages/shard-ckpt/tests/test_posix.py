@@ -55,7 +55,20 @@ def test_advice_that_is_refused_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Illegal seek"):
             os.posix_fadvise(ends[0], 0, 0, os.POSIX_FADV_RANDOM)
         _posix.read_no_further(ends[0])
+        _posix.read_ahead(ends[0])
         _posix.fetch(ends[0], 0, 10)
     finally:
         for fd in ends:
             os.close(fd)
+
+
+def test_much_is_asked_for_in_parts_that_are_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args))
+    _posix.fetch(5, 100, 300 << 10)
+    kib, advice = 1 << 10, os.POSIX_FADV_WILLNEED
+    assert asked == [
+        (5, 100, 128 * kib, advice),
+        (5, 100 + 128 * kib, 128 * kib, advice),
+        (5, 100 + 256 * kib, 44 * kib, advice),
+    ]

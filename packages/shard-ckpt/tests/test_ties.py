@@ -135,7 +135,9 @@ class TestLoad:
         def rank(comm: Comm) -> list[float]:
             one = shard_tensor(torch.zeros(7, 5), comm=comm)
             template = {"model": {"embed": one, "head": one}}
-            with pytest.raises(ValueError, match="one tensor here, but differ in the files; untie"):
+            with pytest.raises(
+                ValueError, match="share memory here, but differ in the files; give"
+            ):
                 load(template, tmp_path / "other", comm=comm)
             untouched = one.full_tensor().abs().max().item()
             naming = {"embed": "head"}

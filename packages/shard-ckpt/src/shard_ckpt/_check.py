@@ -10,21 +10,20 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shard_ckpt import _posix
+from shard_ckpt._ahead import pieces_in
 from shard_ckpt._blocks import BLOCK_BYTES, Handle, read_exactly
 from shard_ckpt._dtypes import header_shape
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._extras import is_extras
 from shard_ckpt._files import TENSOR_SUFFIX, entry_key, entry_shape
 from shard_ckpt._fold import WINDOW_BYTES, Folding
-from shard_ckpt._grains import GRAIN_BYTES, Spans, span_bytes
+from shard_ckpt._grains import Spans, span_bytes
 from shard_ckpt._header import Header, header_length, parse_header
 from shard_ckpt._index import Index, TensorRecord
 from shard_ckpt._marker import find_index
 from shard_ckpt._places import Place, names_in, place_of
 from shard_ckpt._progress import Progress
 from shard_ckpt._remote import RemoteFile, RemotePath
-
-_PIECE_GRAINS = BLOCK_BYTES // GRAIN_BYTES  # checked together
 
 _NAMES_SHOWN = 3
 
@@ -85,7 +84,7 @@ def check_grains(
     """
     folding = folding_for(source)
     for file, runs in sorted(grains.items()):
-        with open_checked(source, file, exact=True) as fd:
+        with open_checked(source, file) as fd:
             for problem in problems_in(
                 source, file, fd=fd, runs=runs, folding=folding, progress=progress
             ):
@@ -109,21 +108,14 @@ def problems_in(
     progress: Progress | None = None,
 ) -> Iterator[str]:
     """Yield what is wrong with grains of an open file, at most one text per 16 MiB. Local."""
-    pieces = [
-        (at, min(at + _PIECE_GRAINS, stop))
-        for first, stop in runs
-        for at in range(first, stop, _PIECE_GRAINS)
-    ]
-    spans = [span_bytes(*piece, source.index.files[file].nbytes) for piece in pieces]
-    for at, piece in enumerate(pieces):
-        if isinstance(fd, int):
-            for low, high in spans[at + 1 : at + 2] if at else spans[:2]:
-                _posix.fetch(fd, low, high - low)
+    file_bytes = source.index.files[file].nbytes
+    for piece in pieces_in(runs, fd=fd, file_bytes=file_bytes):
         problem = _piece_problem(source, file, fd, piece, folding)
         if problem is not None:
             yield problem
         if progress is not None:
-            progress.advance(spans[at][1] - spans[at][0])
+            low, high = span_bytes(*piece, file_bytes)
+            progress.advance(high - low)
 
 
 def open_source(path: str | os.PathLike[str] | RemotePath) -> Source:

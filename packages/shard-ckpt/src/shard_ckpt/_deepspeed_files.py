@@ -13,10 +13,14 @@ import torch
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._torch_file import Inert, load_torch
 
-_OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_\d+_model_states\.pt")
 _ADVICE = "load it with DeepSpeed and store whole tensors with torch.save, which convert reads"
-_EXPERTS = re.compile(r"layer_\d+_expert_\d+_.*|expp_rank_\d+_.*")
+_NOT_UNDERSTOOD = {
+    "experts": re.compile(r"layer_\d+_expert_\d+_.*|expp_rank_\d+_.*"),
+    "pipeline stages": re.compile(r"layer_\d+-model_\d+-model_states\.pt"),
+    "model-parallel ranks beyond the first": re.compile(r".*mp_rank_0*[1-9]\d*_\w+_states\.pt"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,29 +67,15 @@ def find_zero(path: Path) -> ZeroFiles:
     """
     folder = _tag_folder(path)
     names = sorted(item.name for item in folder.iterdir())
-    optim_ranks: dict[int, Path] = {}
-    model_ranks: dict[int, Path] = {}
-    for name in names:
-        if _EXPERTS.fullmatch(name):
+    _check_understood(folder, names)
+    optim_ranks = _ranks_of(folder, names, _OPTIM)
+    model_ranks = _ranks_of(folder, names, _MODEL)
+    for found, what in ((optim_ranks, "*_optim_states.pt"), (model_ranks, "*_model_states.pt")):
+        if not found:
             raise CheckpointError(
-                f"{folder / name}: files of experts are not understood; {_ADVICE}"
+                f"{folder}: holds no {what}; bring the files of all ranks together, or convert a "
+                f"file of torch.save by itself"
             )
-        for pattern, found in ((_OPTIM, optim_ranks), (_MODEL, model_ranks)):
-            matched = pattern.fullmatch(name)
-            if matched is None:
-                continue
-            if int(matched[2]) != 0:
-                raise CheckpointError(
-                    f"{folder / name}: model-parallel rank {matched[2]}; only checkpoints without "
-                    f"model parallelism are understood; {_ADVICE}"
-                )
-            found[int(matched[1] or 0)] = folder / name
-    if not optim_ranks and (folder / "zero").is_dir():
-        raise CheckpointError(
-            f"{folder / 'zero'}: a universal checkpoint; convert the ZeRO one that it was made from"
-        )
-    if not optim_ranks or not model_ranks:
-        raise CheckpointError(f"{folder}: holds no *_optim_states.pt or no *_model_states.pt")
     optims = [_optimizer_of(path) for path in _in_order(folder, optim_ranks, "optim_states")]
     stage = _stage_of(optims[0])
     expected = _partition_count(optims[0])
@@ -99,6 +89,25 @@ def find_zero(path: Path) -> ZeroFiles:
         )
     models = [_mapping(path) for path in _in_order(folder, model_ranks, "model_states")]
     return ZeroFiles(folder, stage, models, optims)
+
+
+def _check_understood(folder: Path, names: Sequence[str]) -> None:
+    if (folder / "zero").is_dir() and not any(_OPTIM.fullmatch(name) for name in names):
+        raise CheckpointError(
+            f"{folder / 'zero'}: a universal checkpoint; convert the ZeRO one that it was made from"
+        )
+    for what, pattern in _NOT_UNDERSTOOD.items():
+        found = [name for name in names if pattern.fullmatch(name)]
+        if found:
+            raise CheckpointError(
+                f"{folder}: files of {what} are not understood ({len(found)}, such as "
+                f"{found[0]}); {_ADVICE}"
+            )
+
+
+def _ranks_of(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> dict[int, Path]:
+    matches = [matched for name in names if (matched := pattern.fullmatch(name))]
+    return {int(matched[1] or 0): folder / matched[0] for matched in matches}
 
 
 def _tag_folder(path: Path) -> Path:

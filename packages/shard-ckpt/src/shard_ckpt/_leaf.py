@@ -14,6 +14,7 @@ from shard_ckpt._dtypes import dtype_name
 from shard_ckpt._header import METADATA_KEY
 from shard_ckpt._memory import is_flat
 from shard_ckpt._runs import Box, Runs, box_runs
+from shard_ckpt._strided import Cut, strided_boxes
 from shard_flat import ShardTensor
 
 
@@ -153,15 +154,30 @@ def _dtensor_leaf(tensor: DTensor, section: str, name: str) -> Leaf:
         return Leaf(section, name, local, shape, 0, local.numel(), None, tensor)
     box = Box((0,) * len(shape), (0,) * len(shape))
     if local.numel():  # else also of ranks that are not in the mesh
-        chunks = tensor.__create_chunk_list__()
-        box = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
-        if len(chunks) != 1 or box.sizes != tuple(local.shape):
+        boxes = _boxes_of(tensor, local)
+        box = boxes.pop() if boxes else box
+        if boxes or box.sizes != tuple(local.shape):
             raise TypeError(
-                f"{label}: expected a DTensor with one block per rank, got {placements} with a "
-                f"local part of {tuple(local.shape)}"
+                f"{label}: expected a DTensor with one block per rank, got {placements} of "
+                f"{shape} over {tuple(mesh.shape)} ranks with a local part of "
+                f"{tuple(local.shape)}; redistribute() it to Shard or Replicate first"
             )
     numel = local.numel()
     return Leaf(section, name, local, shape, 0, numel, shards, tensor, box, (mesh, cut))
+
+
+def _boxes_of(tensor: DTensor, local: torch.Tensor) -> set[Box]:
+    """Return the blocks of the whole that a DTensor's local part may be: one, if all is well."""
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+    cuts = [
+        Cut(placement.dim, mesh.size(at), coordinate[at], getattr(placement, "split_factor", 1))
+        for at, placement in enumerate(tensor.placements)
+        if hasattr(placement, "dim")
+    ]
+    if any(cut.factor > 1 for cut in cuts):
+        return strided_boxes(tuple(tensor.shape), tuple(local.shape), cuts)
+    chunks = tensor.__create_chunk_list__()
+    return {Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks}
 
 
 def _check_name(leaf: Leaf) -> None:

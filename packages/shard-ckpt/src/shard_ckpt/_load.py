@@ -98,8 +98,8 @@ def load(
     Raises:
         FileNotFoundError: there is no such folder.
         CheckpointError: the folder is not a whole, unaltered checkpoint.
-        ValueError: the template does not fit the checkpoint, or tensors that are one in the
-            template hold different bits in the checkpoint.
+        ValueError: the template does not fit the checkpoint, or what is the same memory in the
+            template has different bits in the checkpoint.
         TypeError: the template holds a tensor of a kind that cannot be filled.
         OSError: reading failed. Any error of one rank is raised on all. Tensors are untouched,
             unless reading failed, or files changed, after all checks had passed.

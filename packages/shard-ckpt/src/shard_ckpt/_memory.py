@@ -55,6 +55,22 @@ def byte_view(tensor: torch.Tensor, *, offset_bytes: int, nbytes: int) -> torch.
     return empty.set_(tensor.untyped_storage(), offset_bytes, (nbytes,))  # type: ignore[call-overload, no-any-return]
 
 
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy uint8 ``[n]`` to another, without waiting for it. Local.
+
+    In wide words where memory is aligned for them: torch is a fifth slower with single bytes.
+    """
+    words = 0
+    for word in (torch.int64, torch.int16):
+        places = [at for t in (target, source) for at in (t.storage_offset(), t.data_ptr())]
+        if not any(at % word.itemsize for at in places):
+            words = target.numel() // word.itemsize * word.itemsize
+            target[:words].view(word).copy_(source[:words].view(word), non_blocking=True)
+            break
+    if words < target.numel():
+        target[words:].copy_(source[words:], non_blocking=True)
+
+
 def joined_runs(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Join contiguous pieces that follow one another in memory. Local.
 

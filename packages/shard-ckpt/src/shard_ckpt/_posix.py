@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+_FETCH_BYTES = 128 << 10  # of larger requests Linux may leave out what exceeds its read-ahead
+
 _allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 if _allocate is not None:
     _allocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -91,10 +93,18 @@ def read_no_further(fd: int) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
+def read_ahead(fd: int) -> None:
+    """Let the system read ahead of what is asked for, as it does where it is told nothing."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+
+
 def fetch(fd: int, offset: int, nbytes: int) -> None:
     """Have the system begin to read bytes from storage that will be asked for soon."""
     with suppress(OSError):
-        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        for at in range(offset, offset + nbytes, _FETCH_BYTES):
+            part = min(_FETCH_BYTES, offset + nbytes - at)
+            os.posix_fadvise(fd, at, part, os.POSIX_FADV_WILLNEED)
 
 
 def read_into(fd: int, views: Sequence[memoryview], offset: int) -> int:

@@ -12,7 +12,7 @@ from shard_ckpt._commit import Prepared
 from shard_ckpt._files import order_entries, pieces_of
 from shard_ckpt._index import TensorId
 from shard_ckpt._leaf import Leaf
-from shard_ckpt._memory import joined_runs
+from shard_ckpt._memory import copy_bytes, joined_runs
 from shard_ckpt._plan import Entry, Holdings, Share, plan_entries
 from shard_comm import Comm
 
@@ -99,7 +99,7 @@ class Staging:
         at = start
         sources = []
         for run in joined_runs(pieces_of(group)):
-            self._buffer[at : at + run.numel()].copy_(run, non_blocking=True)
+            copy_bytes(self._buffer[at : at + run.numel()], run)
             at += run.numel()
             sources.append(run)
         at = start

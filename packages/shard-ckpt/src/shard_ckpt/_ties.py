@@ -13,13 +13,14 @@ from shard_ckpt._fill import fill
 from shard_ckpt._leaf import Leaf
 from shard_ckpt._match import Target
 from shard_ckpt._memory import bytes_of, flat_range
+from shard_ckpt._overlap import shared_parts
 from shard_ckpt._state import FlatState
 from shard_ckpt._values import TensorRef
 
 WINDOW_BYTES = 4 << 20
 
 Twins = Sequence[tuple[Target, Target]]
-"""Pairs of targets that are one tensor in the template and two in the checkpoint."""
+"""Pairs of targets that are the same memory in the template and two tensors in the checkpoint."""
 
 
 def declare_ties(flat: FlatState, ties: Mapping[str, str]) -> FlatState:
@@ -75,7 +76,10 @@ def part_twins(targets: Sequence[Target]) -> tuple[list[Target], Twins]:
 
     Returns:
         What to fill, and pairs of which the checkpoint must hold the same: not those that are one
-        tensor there too.
+        tensor there too. Of targets that share only part of their memory, those parts.
+
+    Raises:
+        ValueError: what targets share cannot be told.
     """
     first: dict[object, Target] = {}
     twins = []
@@ -84,11 +88,12 @@ def part_twins(targets: Sequence[Target]) -> tuple[list[Target], Twins]:
         owner = first.setdefault(number if key is None else key, target)
         if owner.record.ranges != target.record.ranges:
             twins.append((owner, target))
-    return list(first.values()), twins
+    kept = list(first.values())
+    return kept, [*twins, *shared_parts(kept)]
 
 
 def check_twins(source: Source, twins: Twins) -> None:
-    """Check that two names of one tensor hold the same bits, as far as this rank holds it. Local.
+    """Check that files hold the same bits for what is the same memory here. Local.
 
     Raises:
         ValueError: they do not.
@@ -98,8 +103,8 @@ def check_twins(source: Source, twins: Twins) -> None:
     """
     for one, other in twins:
         text = (
-            f"{_name(one)} and {_name(other)} are one tensor here, but differ in the files; untie "
-            f"them here, or rename both to the one that counts"
+            f"{_name(one)} and {_name(other)} share memory here, but differ in the files; give "
+            f"them memory apart, or rename both to the one that counts"
         )
         if one.record.dtype != other.record.dtype:
             raise ValueError(f"{text} (dtypes {one.record.dtype} and {other.record.dtype})")

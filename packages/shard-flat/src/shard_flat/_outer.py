@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,10 +18,10 @@ class Outer:
     """A DTensor of another mesh, of whose local part ranks hold pieces.
 
     A 4x6 tensor placed ``Shard(1)`` over two ranks: rank 1 has columns 3 to 5, and its local
-    part ``[1, 5)`` is two runs of the whole::
+    part ``[1, 5)`` is two runs of the whole's 24 elements, [4, 6) and [9, 11)::
 
         . . . . 1 2
-        . . . 3 4 .       runs [4, 6) and [9, 11) of 24 elements
+        . . . 3 4 .
         . . . . . .
         . . . . . .
 
@@ -104,46 +103,11 @@ class Outer:
                 part = _gather_dim(part, placement.dim, shape=shape, comm=comm)
         return part
 
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the runs of the flattened whole that elements of the local part are, in order.
-
-        Args:
-            start: first element of the flattened local part.
-            stop: one past the last.
-
-        **Collective**: local.
-        """
-        shape, local = self.shape, self.local_shape
-        # Blocks that lie in one run in both: everything behind the last dimension that is cut.
-        cut = max((d for d in range(len(shape)) if shape[d] != local[d]), default=0)
-        block = math.prod(local[cut:])
-        inner = math.prod(shape[cut + 1 :])
-        at = start
-        while at < stop:
-            index = at // block
-            end = min(stop, (index + 1) * block)
-            first = 0
-            for dim, position in enumerate(_unravel(index, local[:cut])):
-                first = first * shape[dim] + position + self.offsets[dim]
-            if len(shape) > 0:
-                first = (first * shape[cut] + self.offsets[cut]) * inner
-            first += at - index * block
-            yield first, first + end - at
-            at = end
-
 
 def _chunk(length: int, size: int, rank: int) -> tuple[int, int]:
     """Which indices ``torch.chunk`` gives ``rank`` of ``size``; the last ones may get none."""
     step = -(-length // size)
     return min(rank * step, length), min((rank + 1) * step, length)
-
-
-def _unravel(index: int, shape: Sequence[int]) -> list[int]:
-    found = []
-    for size in reversed(shape):
-        found.append(index % size)
-        index //= size
-    return found[::-1]
 
 
 def _gather_dim(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,16 +72,6 @@ class ShardSpec:
         if self.outer is not None:
             whole = self.outer.part_of(whole)
         return whole.reshape(-1)[self.start : self.stop]
-
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Yield the runs of the flattened whole parameter that the piece consists of, in order.
-
-        Without an ``outer`` it is one, ``[start, stop)``; none where the piece is empty. Local.
-        """
-        if self.outer is not None:
-            yield from self.outer.runs(self.start, self.stop)
-        elif self.start < self.stop:
-            yield self.start, self.stop
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """Return ``(start, stop)`` of what ``rank`` holds. Local."""
