@@ -119,6 +119,7 @@ class StepPlan:
         touched: what a step changes without autograd's noticing: fused kernels count nothing, and
             who holds the memory behind pieces watches its version. A rank whose piece is empty must
             see a change too, or ranks disagree on what is stale.
+        bases: a piece in each of the storages that a step changes.
         age: steps that were counted by this plan.
     """
 
@@ -130,6 +131,7 @@ class StepPlan:
     counters: list[torch.Tensor]
     versions: list[int]
     touched: list[torch.Tensor]
+    bases: list[torch.Tensor]
     age: int = 0
 
     def holds(
@@ -213,6 +215,7 @@ def make_plan(
         counters=counters,
         versions=[_version_of(counter) for counter in counters],
         touched=[*members, *pieces],
+        bases=list({piece.untyped_storage()._cdata: piece for piece in pieces}.values()),
     )
 
 
