@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shard_ckpt
 from shard_comm import Checked, Comm, Recorded, SoloComm
 from shard_fsdp import MixedPrecisionPolicy, fully_shard
 from shard_optim import EMA, SGD, AdamW, Lion, Muon
 from shard_testing import (
+    Casts,
     DecoderBlock,
     TinyDecoder,
     full_value,
@@ -28,23 +28,6 @@ from shard_wrap import by_class
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 WIDTH = 32  # a shard of whole vectors, which fused kernels change without counting it
-
-
-class Casts(TorchDispatchMode):
-    """Counts the elements that are cast into bfloat16 in place."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numel = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            to, source = args[:2]
-            if (to.dtype, source.dtype) == (torch.bfloat16, torch.float32):
-                self.numel += to.numel()
-        return func(*args, **(kwargs or {}))
 
 
 def layer(comm: Comm, **how: Any) -> Any:
@@ -73,7 +56,7 @@ def train(model: Any, optimizer: Any, comm: Comm) -> None:
 
 def is_cast(model: Any) -> bool:
     """Whether the next forward casts the shard, all or nothing; it must see what that gives."""
-    with Casts() as casts:
+    with Casts(torch.bfloat16) as casts:
         found = seen(model)
     assert torch.equal(found, full_value(model[0].weight).bfloat16())
     numel = model[0]._shard_unit.groups[0].layout.shard_numel
@@ -285,7 +268,7 @@ def _step_beside_a_forward(comm: Comm, stepped: threading.Event) -> None:
         inner.hold = stepped
     found = model(torch.eye(WIDTH))
     if comm.rank == 0:
-        with Casts() as casts:
+        with Casts(torch.bfloat16) as casts:
             optimizer.step()
         assert casts.numel == 0
         stepped.set()
@@ -316,7 +299,7 @@ def _step_beside_a_gathered_unit(comm: Comm) -> None:
         if comm.rank != reader:
             model[0].reshard()
         comm.barrier()
-        with Casts() as casts:
+        with Casts(torch.bfloat16) as casts:
             optimizer.step()
         comm.barrier()
         assert casts.numel == 0
@@ -414,7 +397,7 @@ def _train_decoder(comm: Comm, kind: str, hand_out: bool) -> tuple[list[float], 
     optimizer: Any = {"adamw": AdamW, "sgd": SGD, "lion": Lion}[kind](groups, lr=0.05)
     losses = []
     for batch in token_batches(6, comm.size):
-        with Casts() as casts:
+        with Casts(torch.bfloat16) as casts:
             loss = model.loss(batch[comm.rank])
         losses.append(float(loss.detach()))
         loss.backward()

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shard_comm import Comm, PlanComm, SoloComm
 from shard_flat import Shadow, ShardTensor
 from shard_optim import SGD, Adafactor, Adam, AdamW, AdamW8bit, Lion, Muon, Offload
 from shard_optim._window import _WINDOW
-from shard_testing import draw_steps
+from shard_testing import Casts, draw_steps
 
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
@@ -63,22 +62,6 @@ def shadow_over(params: Sequence[ShardTensor], dtype: torch.dtype) -> tuple[torc
 def copy_of(shadow: Shadow) -> torch.Tensor:
     assert shadow.copy is not None
     return shadow.copy
-
-
-class Casts(TorchDispatchMode):
-    """Counts the elements that are written in a dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtype = dtype
-        self.numel = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0].dtype == self.dtype:
-            self.numel += args[0].numel()
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("size", [1, 3])
