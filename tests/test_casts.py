@@ -221,6 +221,21 @@ def _wrapped(comm: Comm) -> None:
     assert not is_cast(model)
 
 
+def _unlike(comm: Comm) -> None:
+    """Only rank 0's step leaves the cast to the gather, and only it waits for the others there."""
+    model = layer(Checked(comm))
+    if comm.rank == 0:
+        model[0].weight.to_local()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        train(model, optimizer, comm)
+        assert is_cast(model) == (comm.rank == 0)
+
+
+def test_ranks_may_differ_in_who_casts() -> None:
+    run_threads(_unlike, 3, shares_memory=True)
+
+
 def test_wrapped_comms_offer_it_too() -> None:
     run_threads(_wrapped, 2, shares_memory=True)
 

@@ -12,6 +12,7 @@ import torch
 from shard_comm import Comm, PlanComm, SoloComm
 from shard_flat import Shadow, ShardTensor
 from shard_optim import SGD, Adafactor, Adam, AdamW, AdamW8bit, Lion, Muon, Offload
+from shard_optim._copies import _cut
 from shard_optim._window import _WINDOW
 from shard_testing import Casts, draw_steps
 
@@ -62,6 +63,15 @@ def shadow_over(params: Sequence[ShardTensor], dtype: torch.dtype) -> tuple[torc
 def copy_of(shadow: Shadow) -> torch.Tensor:
     assert shadow.copy is not None
     return shadow.copy
+
+
+def test_worked_example() -> None:
+    parts = [torch.arange(float(numel)) for numel in (300, 100, 64)]
+    steps = [torch.tensor(float(number)) for number in (1, 2, 3)]
+    calls = list(_cut([parts, steps], 256))
+    assert [[part.numel() for part in call[0]] for call in calls] == [[256], [44, 100, 64]]
+    assert calls[1][0][0].tolist() == [*range(256, 300)]
+    assert [[float(step) for step in call[1]] for call in calls] == [[1], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("size", [1, 3])

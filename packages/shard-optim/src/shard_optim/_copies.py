@@ -33,9 +33,9 @@ class Copies:
     def calls(
         self, lane: Lane, *columns: list[torch.Tensor]
     ) -> Iterator[Sequence[list[torch.Tensor]]]:
-        """Yield what a kernel is to be called with to update a lane: all of it, or bit by bit.
+        """Yield what a kernel is to be called with to update a lane: all at once, or in turns.
 
-        After each bit its copies are written. Parts fill whole vectors, and so do bits.
+        After each call its copies are written. Parts fill whole vectors, and so do their cuts.
 
         Args:
             lane: what is changed.
@@ -87,16 +87,20 @@ class Copies:
 
 
 def _cut(columns: Sequence[list[torch.Tensor]], room: int) -> Iterator[list[list[torch.Tensor]]]:
-    """Cut columns of tensors into calls of so many elements; numbers go with each bit."""
+    """Cut columns of tensors into calls of so many elements; numbers go with each part.
+
+    Worked example: parts of 300, 100 and 64 elements and room for 256 make a call with 256 and one
+    with 44, 100 and 64.
+    """
     call: list[list[torch.Tensor]] = [[] for _ in columns]
     left = room
     for row in zip(*columns, strict=True):
         start, total = 0, row[0].numel()
         while start < total:
             stop = min(start + left, total)
-            for bits, tensor in zip(call, row, strict=True):
+            for column, tensor in zip(call, row, strict=True):
                 is_whole = tensor.ndim == 0 or stop - start == total
-                bits.append(tensor if is_whole else tensor.view(-1)[start:stop])
+                column.append(tensor if is_whole else tensor.view(-1)[start:stop])
             start, left = stop, left - (stop - start)
             if not left:
                 yield call
