@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shard_comm import Comm, PlanComm
-from shard_flat import ParamSpec, ShardTensor, plan_layout
+from shard_flat import ParamSpec, Shadow, ShardTensor, plan_layout
 from shard_optim import (
     SGD,
     SOAP,
@@ -125,6 +125,7 @@ def bench_rank(comm: Comm, numel: int, tiny: int, kinds: int, rounds: int) -> li
     """Measure every row on this rank. Collective."""
     return [
         *bench_large(comm, numel, rounds),
+        bench_copy(comm, numel, rounds),
         *bench_tiny(comm, tiny, rounds),
         *bench_kinds(comm, kinds, rounds),
         bench_replicated(comm, kinds, rounds),
@@ -171,6 +172,29 @@ def bench_large(comm: Comm, numel: int, rounds: int) -> list[Row]:
         row(f"AdamW, {what}", "torch fused, one flat tensor", stepped, target=1.05),
         row(f"clip, {what}", "torch, one flat tensor, float32, local", clipped, target=None),
     ]
+
+
+def bench_copy(comm: Comm, numel: int, rounds: int) -> Row:
+    """Compare a step that also writes a bfloat16 copy with a step and a pass over its result."""
+    params = sharded_params(comm, model_shapes(numel))
+    first = params[0].piece
+    shard = first.as_strided((first.untyped_storage().nbytes() // first.itemsize,), (1,), 0)
+    copy = torch.empty_like(shard, dtype=torch.bfloat16)
+    optimizer = AdamW(params, **_HYPER)
+    shadow = Shadow(shard)
+    shadow.attach(copy, lambda: True)
+
+    def ours() -> None:
+        shadow.settle()
+        optimizer.step()
+
+    def theirs() -> None:
+        shadow.spoil()
+        optimizer.step()
+        copy.copy_(shard)
+
+    name = f"AdamW and a copy in bfloat16, {numel / 1e6:.0f}M elements on {comm.size} ranks"
+    return row(name, "the step, then the copy", compare(comm, ours, theirs, rounds), target=None)
 
 
 def bench_tiny(comm: Comm, count: int, rounds: int) -> list[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -166,6 +167,40 @@ def test_bad_arguments_are_refused_and_the_group_goes_on(name: str) -> None:
         return total.item()
 
     assert run_threads(run, 2, timeout_s=10.0) == [2.0, 2.0]
+
+
+def list_of_ones() -> Any:
+    return [ONES(2), ONES(2)]
+
+
+NO_TENSORS: dict[str, tuple[Callable[[Comm], object], str]] = {
+    "gather": (lambda c: c.all_gather(list_of_ones(), ONES(2)), "all_gather: expected out .* list"),
+    "gather_input": (lambda c: c.all_gather(ONES(4), list_of_ones()), "all_gather: expected inp"),
+    "scatter": (
+        lambda c: c.reduce_scatter(list_of_ones(), ONES(4)),
+        "reduce_scatter: expected out",
+    ),
+    "scatter_input": (
+        lambda c: c.reduce_scatter(ONES(2), list_of_ones()),
+        r"reduce_scatter: expected inp to be a tensor, got list \(rank 0 of 2\); .* in one tensor",
+    ),
+    "scatter_own": (
+        lambda c: c.reduce_scatter(ONES(2), ONES(4), own=[list_of_ones()]),
+        "reduce_scatter: expected own",
+    ),
+    "reduce": (lambda c: c.all_reduce(list_of_ones()), "all_reduce: expected tensor .* list"),
+    "broadcast": (lambda c: c.broadcast(list_of_ones(), src=0), "broadcast: expected tensor"),
+    "exchange": (lambda c: c.all_to_all(list_of_ones(), ONES(4)), "all_to_all: expected out"),
+    "exchange_input": (lambda c: c.all_to_all(ONES(4), list_of_ones()), "all_to_all: expected inp"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_lists_of_tensors_are_refused(name: str) -> None:
+    call, message = NO_TENSORS[name]
+    for comm in (PlanComm(2, 0, "cpu"), Recorded(PlanComm(2, 0, "cpu"))):
+        with pytest.raises(TypeError, match=message):
+            call(comm)
 
 
 def test_tensors_on_another_device_of_the_same_kind_are_refused() -> None:

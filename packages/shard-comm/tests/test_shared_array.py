@@ -14,6 +14,7 @@ from shard_comm import (
     Quantized,
     Recorded,
     SharedArray,
+    SharedMemoryComm,
     SoloComm,
     ThreadComm,
 )
@@ -98,6 +99,20 @@ def check_an_unchanged_slice_needs_no_claim(comm: Comm) -> None:
     again.claim()
 
 
+def check_who_asks_knows_whether_all_have_released(comm: Comm) -> None:
+    array = shared(Recorded(Checked(comm)), comm.size)
+    assert array.is_unread()
+    array.publish().wait()
+    for last in range(comm.size):  # one after the other, this rank itself among them
+        assert not array.is_unread()
+        comm.barrier()
+        if comm.rank == last:
+            array.release()
+        comm.barrier()
+    assert array.is_unread()
+    comm.barrier()
+
+
 def check_a_late_rank_is_named(comm: Comm) -> None:
     part = comm.split(0)
     array = shared(part, part.size)
@@ -108,6 +123,8 @@ def check_a_late_rank_is_named(comm: Comm) -> None:
     comm.barrier()
     with pytest.raises(RuntimeError, match=r"publish of the shared array layer\.0 \[\d\]"):
         part.barrier()
+    if isinstance(comm, SharedMemoryComm):
+        assert not array.is_unread()  # nobody knows what the others still do
 
 
 def check_arguments(comm: Comm) -> None:
@@ -157,6 +174,7 @@ def check_all(comm: Comm) -> None:
     check_a_reader_holds_the_writers_up(comm)
     check_a_release_lets_the_writers_go_on(comm)
     check_an_unchanged_slice_needs_no_claim(comm)
+    check_who_asks_knows_whether_all_have_released(comm)
     check_a_late_rank_is_named(comm)
     check_arguments(comm)
     check_versions(comm)

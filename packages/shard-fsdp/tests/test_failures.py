@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -44,6 +45,30 @@ class _Explode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         raise KeyError("backward")
+
+
+def _two_dtypes(comm: Comm) -> list[str]:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
+    outer = nn.Sequential(nn.Linear(4, 4), fully_shard(inner, mesh=comm))
+    model = fully_shard(outer, mesh=comm)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        model(torch.ones(2, 5))
+    assert not hasattr(raised.value, "__notes__")
+    with pytest.raises(RuntimeError, match="must have the same dtype") as raised:
+        model(torch.ones(2, 4))
+    notes: list[str] = getattr(raised.value, "__notes__", [])
+    return notes
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_an_error_about_dtypes_names_the_unit_and_its_policy() -> None:
+    for rank, notes in enumerate(run_threads(_two_dtypes, 2)):
+        assert len(notes) == 1  # the outer unit adds none
+        assert notes[0].startswith("1.0.weight: raised in a forward of its unit, with parameters")
+        assert f"torch.bfloat16 and torch.float32 (rank {rank} of 2)" in notes[0]
+        assert "under MixedPrecisionPolicy(param_dtype=None" in notes[0]
+    (alone,) = _two_dtypes(SoloComm())  # where all units go together
+    assert "torch.bfloat16 and torch.float32 (rank 0 of 1)" in alone
 
 
 def _exception_in_backward(comm: Comm) -> None:

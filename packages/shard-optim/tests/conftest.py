@@ -54,7 +54,7 @@ def give_grads() -> GiveGrads:
         if not sharded:
             return
         # In the order of memory, as a reduction over ranks leaves them.
-        sharded.sort(key=lambda pair: pair[0].local.data_ptr() if pair[0].local.numel() else 0)
+        sharded.sort(key=lambda pair: pair[0].piece.data_ptr() if pair[0].piece.numel() else 0)
         parts = [full.reshape(-1)[p.spec.start : p.spec.stop] for p, full in sharded]
         flat = torch.cat(parts)
         sizes = [part.numel() for part in parts]

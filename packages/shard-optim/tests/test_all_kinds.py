@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shard_comm import Comm
+from shard_comm import Comm, SoloComm
 from shard_flat import ShardTensor
 from shard_optim import (
     SGD,
@@ -62,6 +62,23 @@ def values(seed: int) -> list[torch.Tensor]:
 
 def whole(params: Sequence[Any]) -> list[torch.Tensor]:
     return [p.full_tensor().detach() if isinstance(p, ShardTensor) else p.detach() for p in params]
+
+
+@kinds
+@pytest.mark.parametrize("shapes", [[(80, 80), (64,)], [(7,)], [(0,), (64, 64)]])
+def test_a_step_counts_as_a_change_of_the_memory_behind_pieces(
+    make_params: MakeParams, give_grads: GiveGrads, kind: str, shapes: list[tuple[int, ...]]
+) -> None:
+    """Fused kernels count nothing, and a runtime would not gather again what looks unchanged."""
+    fulls = [torch.ones(shape) for shape in shapes]
+    params = make_params(SoloComm(), fulls)
+    optimizer = KINDS[kind](params)
+    for _ in range(2):
+        give_grads(params, fulls)
+        before = [p._local_tensor._version for p in params]
+        optimizer.step()
+        after = [p._local_tensor._version for p in params]
+        assert all(new > old for new, old in zip(after, before, strict=True))
 
 
 @kinds

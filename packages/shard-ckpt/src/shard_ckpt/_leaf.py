@@ -111,7 +111,7 @@ def leaf_of(tensor: torch.Tensor, section: str, name: str) -> Leaf:
         leaf = Leaf(
             section,
             name,
-            tensor=tensor.local.detach(),
+            tensor=tensor.piece.detach(),
             shape=spec.global_shape,
             start=spec.start,
             stop=spec.stop,

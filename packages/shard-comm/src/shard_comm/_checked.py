@@ -283,3 +283,6 @@ class _CheckedArray(SharedArray):
 
     def release(self) -> None:
         self._array.release()
+
+    def is_unread(self) -> bool:
+        return self._array.is_unread()

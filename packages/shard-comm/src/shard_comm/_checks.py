@@ -12,6 +12,22 @@ def serves(mine: torch.device, device: torch.device) -> bool:
     return mine.type == device.type and mine.index in (None, device.index)
 
 
+def check_tensors(op: str, where: str, **given: object) -> None:
+    """Raise TypeError unless every argument of a call is a tensor. Local.
+
+    Args:
+        op: the call.
+        where: the end of messages.
+        given: the arguments, by name.
+    """
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{op}: expected {name} to be a tensor, got {type(value).__name__} {where}; ranks' "
+                f"parts lie one after another in one tensor, not in a list"
+            )
+
+
 def check_pair(
     op: str,
     big: torch.Tensor,

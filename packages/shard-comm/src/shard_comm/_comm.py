@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shard_comm._calls import noted
-from shard_comm._checks import check_apart, check_own, check_pair
+from shard_comm._checks import check_apart, check_own, check_pair, check_tensors
 from shard_comm._reduction import Reduction
 from shard_comm._slices import Slices
 from shard_comm._tree import tree_sum_wide
@@ -161,10 +161,12 @@ class Comm(ABC):
             name: what is moved, for errors.
 
         Raises:
+            TypeError: an argument is no tensor; nothing was sent.
             ValueError: shapes, dtypes, devices or the timeout do not fit, or ``inp`` overlaps
                 ``out`` elsewhere than in this rank's slice; nothing was sent.
             RuntimeError: a rank did not arrive in time, or the comm is closed.
         """
+        check_tensors("all_gather", self._where, out=out, inp=inp)
         self._check("all_gather", out, inp, out_numel=inp.numel() * self.size, timeout_s=timeout_s)
         if out.data_ptr() + self.rank * inp.nbytes != inp.data_ptr():
             self._check_apart("all_gather", out, inp)
@@ -203,6 +205,7 @@ class Comm(ABC):
             name: what is moved, for errors.
 
         Raises:
+            TypeError: an argument is no tensor; nothing was sent.
             ValueError: shapes, dtypes, devices, ``op`` or the timeout do not fit, or the two
                 overlap; nothing was sent.
             RuntimeError: a rank did not arrive in time, or the comm is closed.
@@ -210,6 +213,7 @@ class Comm(ABC):
         **Memory**: with a ``sum_dtype``, a second buffer of ``inp``'s size while it runs; where
         ranks share memory, none.
         """
+        check_tensors("reduce_scatter", self._where, out=out, inp=inp)
         numel = out.numel() * self.size
         self._check("reduce_scatter", inp, out, out_numel=numel, timeout_s=timeout_s, mixed=True)
         self._check_apart("reduce_scatter", out, inp)
@@ -218,6 +222,8 @@ class Comm(ABC):
         mine = inp.view(self.size, out.numel())[self.rank]
         direct = self.reads_own and op in ("sum", "mean")
         if own is not None:
+            for part in own:
+                check_tensors("reduce_scatter", self._where, own=part)
             check_own(own, out, inp, device=self.device, where=self._where)
             for part in own:
                 self._check_apart("reduce_scatter", out, part)
@@ -260,12 +266,14 @@ class Comm(ABC):
             name: what is moved, for errors.
 
         Raises:
+            TypeError: the argument is no tensor; nothing was sent.
             ValueError: the tensor, ``op`` or the timeout does not fit; nothing was sent.
             RuntimeError: a rank did not arrive in time, or the comm is closed.
 
         **Memory**: with a ``sum_dtype``, ``size`` times the tensor's while it runs (where ranks
         share memory, none): keep to small tensors there.
         """
+        check_tensors("all_reduce", self._where, tensor=tensor)
         self._check("all_reduce", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
         how = Reduction(op, sum_dtype, self.size)
         how.check("all_reduce", tensor, tensor, where=self._where)
@@ -300,10 +308,12 @@ class Comm(ABC):
             name: what is moved, for errors.
 
         Raises:
+            TypeError: the argument is no tensor; nothing was sent.
             ValueError: the tensor or the timeout does not fit, or ``src`` is no rank; nothing
                 was sent.
             RuntimeError: a rank did not arrive in time, or the comm is closed.
         """
+        check_tensors("broadcast", self._where, tensor=tensor)
         self._check("broadcast", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
         if not 0 <= src < self.size:
             raise ValueError(
@@ -335,10 +345,12 @@ class Comm(ABC):
             name: what is moved, for errors.
 
         Raises:
+            TypeError: an argument is no tensor; nothing was sent.
             ValueError: shapes, dtypes, devices or the timeout do not fit, or the two overlap;
                 nothing was sent.
             RuntimeError: a rank did not arrive in time, or the comm is closed.
         """
+        check_tensors("all_to_all", self._where, out=out, inp=inp)
         numel = inp.numel() if slices is None else sum(slices.received)
         self._check("all_to_all", out, inp, out_numel=numel, timeout_s=timeout_s)
         self._check_apart("all_to_all", out, inp)

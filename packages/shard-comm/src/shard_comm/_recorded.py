@@ -172,3 +172,6 @@ class _CountedArray(SharedArray):
 
     def release(self) -> None:
         self._array.release()
+
+    def is_unread(self) -> bool:
+        return self._array.is_unread()

@@ -62,6 +62,13 @@ class SharedArray(ABC):
     def release(self) -> None:
         """Say that this rank no longer reads what was published so far. Local."""
 
+    @abstractmethod
+    def is_unread(self) -> bool:
+        """Whether all ranks, this one too, have released what this one published. Local.
+
+        Then ``own`` may be written until this rank publishes again, as after a ``claim``.
+        """
+
 
 class Waiting(Protocol):
     """How the ranks of a transport wait for marks to change."""
@@ -126,6 +133,16 @@ class MarkedArray(SharedArray):
         self._changed()
         self._released[self._rank] = self._published[self._rank]
         self._changed()
+
+    def is_unread(self) -> bool:
+        """Whether all ranks, this one too, have released what this one published."""
+        if min(self._released) < self._published[self._rank]:
+            return False
+        try:
+            self._changed()  # their reads come before our writes
+        except RuntimeError:  # the group is broken: its next collective says why
+            return False
+        return True
 
     def _what(self, verb: str) -> str:
         label = f" {self.name}" if self.name else ""

@@ -7,6 +7,7 @@ from shard_flat._operands import adopt_cut
 from shard_flat._outer import Outer
 from shard_flat._placement import Ragged, ShardSpec
 from shard_flat._protocol import GatherComm
+from shard_flat._shadow import Shadow, shadow_of
 from shard_flat._tensor import ShardTensor, shard_tensor
 
 __all__ = [
@@ -17,10 +18,12 @@ __all__ = [
     "ParamSpec",
     "Piece",
     "Ragged",
+    "Shadow",
     "ShardSpec",
     "ShardTensor",
     "adopt_cut",
     "plan_layout",
     "power_sum",
+    "shadow_of",
     "shard_tensor",
 ]

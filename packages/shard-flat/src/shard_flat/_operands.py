@@ -132,7 +132,7 @@ def adopt_cut(tensor: DTensor, like: ShardTensor) -> None:
     piece, spec = tensor._local_tensor.reshape(-1), like.spec
     if spec.outer is not None and tensor._local_tensor.shape == spec.shape:
         piece = piece[spec.start : spec.stop].clone()  # torch leaves this cut to us
-    if piece.shape == like.local.shape:
+    if piece.shape == like.piece.shape:
         tensor._local_tensor = piece
         tensor.__class__ = ShardTensor
         tensor.spec, tensor.comm = like.spec, like.comm  # type: ignore[attr-defined]

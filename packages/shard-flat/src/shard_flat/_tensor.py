@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from shard_flat._layout import ParamSpec, plan_layout
 from shard_flat._placement import Ragged, ShardSpec, gather_pieces
 from shard_flat._protocol import GatherComm
+from shard_flat._shadow import shadow_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -101,6 +102,14 @@ class ShardTensor(DTensor):
     @property
     def local(self) -> torch.Tensor:
         """This rank's elements ``[stop - start]``, the tensor's own memory."""
+        shadow = shadow_of(self._local_tensor)
+        if shadow is not None:  # the caller may write to them without a trace
+            shadow.hand_out()
+        return self._local_tensor
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """``local`` for those who change it by torch's operations alone, or count their changes."""
         return self._local_tensor
 
     @property
@@ -168,7 +177,7 @@ class ShardTensor(DTensor):
         if torch.is_grad_enabled() and self.requires_grad:
             local: torch.Tensor = _ToLocal.apply(self)  # type: ignore[no-untyped-call]
             return local
-        piece = self._local_tensor.as_subclass(_Piece)
+        piece = self.local.as_subclass(_Piece)
         piece.spec = self.spec
         return piece
 
@@ -341,7 +350,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
         ctx.source = tensor.detach()
-        return gather_pieces(tensor.local, tensor.spec, tensor.comm)
+        return gather_pieces(tensor.piece, tensor.spec, tensor.comm)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardTensor:

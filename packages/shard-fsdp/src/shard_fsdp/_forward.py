@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -102,9 +103,10 @@ class ForwardRun:
         return output
 
     @_disable_dynamo
-    def fail(self) -> None:
+    def fail(self, error: BaseException) -> None:
         """Undo ``enter`` after an exception; the module stays usable. Local."""
         unit = self._unit
+        _note_dtypes(unit, error)
         self._close()
         unit.to_run.clear()
         if unit.active == 0 and not in_backward():
@@ -137,6 +139,22 @@ class ForwardRun:
         complaint = unit.lost_change()
         unit.hide()
         return complaint
+
+
+def _note_dtypes(unit: Unit, error: BaseException) -> None:
+    """Name the innermost unit and its policy where torch says no more than that types differ."""
+    if sys.version_info < (3, 11) or not isinstance(error, RuntimeError):
+        return
+    if not unit.groups or "type" not in str(error) or hasattr(error, "__notes__"):
+        return
+    policy = unit.config.mp_policy
+    groups = [group for each in unit.together() for group in each.groups]
+    dtypes = {str(g.context.mp_policy.compute_dtype(g.layout.dtype)) for g in groups}
+    error.add_note(
+        f"{unit.name}: raised in a forward of its unit, with parameters of "
+        f"{' and '.join(sorted(dtypes))} (rank {unit.comm.rank} of {unit.comm.size}) under "
+        f"{policy}; buffers, and inputs that it does not cast, keep their dtype"
+    )
 
 
 def _view_of_leaf(tensor: torch.Tensor) -> torch.Tensor:

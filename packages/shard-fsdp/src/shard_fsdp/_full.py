@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from shard_comm import Comm, SharedArray, Work
-from shard_flat import FlatLayout, FullBuffer
+from shard_flat import FlatLayout, FullBuffer, Shadow
 from shard_fsdp._collectives import all_gather
 from shard_fsdp._policy import UnitSettings
 
@@ -68,6 +68,8 @@ class OwnShard(Full):
 class CopiedFull(Full):
     """A buffer of this rank that a gather copies every rank's shard into.
 
+    It is there only while it is used, so it has no place for an optimizer to write to.
+
     **Memory**: ``layout.numel`` elements between ``fill`` and ``free``.
     """
 
@@ -104,10 +106,15 @@ class CopiedFull(Full):
 class MappedFull(Full):
     """One array for all ranks of a host: each writes its own slice, and nothing is copied out.
 
-    A slice is written again only if the shard has changed, once no rank reads the old one. In the
-    dtype that it is stored in, a shard may be the slice itself. Then it is the schedule that sees
-    to it that nobody reads when a shard may be written: ranks leave forwards and backwards
-    together.
+    A slice is written again only if the shard has changed, once no rank reads the old one. It is
+    the shard's shadow, so an optimizer that knows shadows writes it in its own pass, where all
+    ranks have freed the array by then. In the dtype that it is stored in, a shard is the slice
+    itself. Then it is the schedule that sees to it that nobody reads when a shard may be written:
+    ranks leave forwards and backwards together.
+
+    Args:
+        array: the memory.
+        shadow: of the shard; None where the slice is the shard.
 
     Attributes:
         own: this rank's slice.
@@ -115,11 +122,13 @@ class MappedFull(Full):
     **Memory**: ``layout.numel`` elements for all ranks together, as long as the group lives.
     """
 
-    def __init__(self, array: SharedArray) -> None:
+    def __init__(self, array: SharedArray, shadow: Shadow | None) -> None:
         self._array = array
-        self._written: tuple[int, int] | None = None
+        self._shadow = shadow
         self.data = array.data
         self.own = array.own
+        if shadow is not None:
+            shadow.attach(array.own, array.is_unread)
 
     @torch.no_grad()
     def fill(
@@ -127,12 +136,10 @@ class MappedFull(Full):
     ) -> Work:
         """Write this rank's slice if need be; the work waits for the others. Collective."""
         self._array.release()  # what a graph still held is replaced, by other ranks too
-        address = shard.data_ptr()
-        state = (address, shard._version)
-        if self._written != state and address != self.own.data_ptr():
+        if self._shadow is not None and not self._shadow.is_current:
             self._array.claim()
-            self._array.own.copy_(shard)
-            self._written = state
+            self.own.copy_(shard)
+            self._shadow.settle()
         return self._array.publish()
 
     def free(self) -> None:
@@ -141,4 +148,5 @@ class MappedFull(Full):
 
     def spoil(self) -> None:
         """Write this rank's slice again the next time, whatever its shard. Local."""
-        self._written = None
+        if self._shadow is not None:
+            self._shadow.spoil()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shard_comm import Comm, SharedArray, Work
-from shard_flat import ParamSpec, ShardTensor, plan_layout
+from shard_flat import ParamSpec, Shadow, ShardTensor, plan_layout
 from shard_fsdp._assigned import find_assigned, note_owner
 from shard_fsdp._boundary import will_run
 from shard_fsdp._full import CopiedFull, Full, MappedFull, OwnShard
@@ -104,7 +104,7 @@ class ParamGroup:
         self._builds += 1
         note_owner(self, self.sharded_params)
         self._version = -1
-        self._pieces = [p.local for p in self.sharded_params]
+        self._pieces = [p.piece for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
         # Of full parameters that have been trained, and so have a hook; None for the others.
         self._accumulators: list[Node | None] = [None] * len(self.sharded_params)
@@ -115,11 +115,9 @@ class ParamGroup:
         self._guard = ReadGuard(self.full_params)
         context = self.context
         compute = context.mp_policy.compute_dtype(self.layout.dtype)
-        self.aliased = (
-            self.comm.size == 1
-            and compute == self.layout.dtype
-            and self.shard.device == self.comm.device
-        )
+        fits = compute == self.layout.dtype and self.shard.device == self.comm.device
+        self._shadow = None if fits else Shadow(self.shard)
+        self.aliased = fits and self.comm.size == 1
         self.reducer: GradReducer | SoloGrads
         dtype = context.mp_policy.reduction_dtype(self.layout.dtype)
         if self.comm.size == 1 and context.replicas is None:
@@ -146,8 +144,8 @@ class ParamGroup:
         if self.aliased:
             full = OwnShard(self.shard)
         elif (array := self._shared_array(compute)) is not None:
-            full = MappedFull(array)
-            if compute == self.layout.dtype and self.shard.device == full.own.device:
+            full = MappedFull(array, self._shadow)
+            if self._shadow is None:
                 self._move_shard(full.own)
         else:
             full = CopiedFull(self.layout, self.comm, compute, self.context.settings)
@@ -164,7 +162,7 @@ class ParamGroup:
         self.shard = place.copy_(self.shard)
         for index, param in enumerate(self.sharded_params):
             param.relocate(self._local(index))
-        self._pieces = [p.local for p in self.sharded_params]
+        self._pieces = [p.piece for p in self.sharded_params]
         self.exposes_shard = True
 
     def _shared_array(self, dtype: torch.dtype) -> SharedArray | None:
@@ -231,8 +229,8 @@ class ParamGroup:
                 if module._parameters.get(attribute) is not sharded:
                     self._take_over(index)
                     break
-        if any(p.local is not q for p, q in zip(self.sharded_params, self._pieces, strict=True)):
-            pieces = [p.local for p in self.sharded_params]
+        if any(p.piece is not q for p, q in zip(self.sharded_params, self._pieces, strict=True)):
+            pieces = [p.piece for p in self.sharded_params]
             if len({(p.dtype, p.device) for p in pieces}) == 1:  # else more is still to come
                 self._relink(pieces)
 
@@ -251,7 +249,7 @@ class ParamGroup:
             found.spec = old.spec
             self.sharded_params[index] = found
         else:
-            piece = torch.empty_like(old.local, dtype=found.dtype, device=self.context.device)
+            piece = torch.empty_like(old.piece, dtype=found.dtype, device=self.context.device)
             tensor = ShardTensor(piece, old.spec, comm=self.comm, mesh=self.context.mesh)
             tensor.copy_(found.detach())
             self.sharded_params[index] = cast(
@@ -419,7 +417,7 @@ class ParamGroup:
         ]
         new._parallel = self._parallel
         new.sharded_params = [copy.deepcopy(p, memo) for p in self.sharded_params]
-        new._relink([p.local for p in new.sharded_params])
+        new._relink([p.piece for p in new.sharded_params])
         return new
 
     # --- whole parameters, one at a time ---
@@ -432,11 +430,11 @@ class ParamGroup:
         """
         if self.shard.device.type == "meta":
             for param in self.sharded_params:
-                piece = torch.empty_like(param.local, device=self.context.device)
+                piece = torch.empty_like(param.piece, device=self.context.device)
                 tensor = ShardTensor(piece, param.spec, comm=self.comm, mesh=self.context.mesh)
                 # the parameter object stays, so optimizers built before keep it
                 torch.utils.swap_tensors(param, nn.Parameter(tensor, param.requires_grad))
-            self._relink([p.local for p in self.sharded_params])
+            self._relink([p.piece for p in self.sharded_params])
         for index in range(len(self.sharded_params)):
             self._initialise_one(index, fill)
 

@@ -48,8 +48,9 @@ class Handout:
             piece: ``[stop - start]``, of any floating-point dtype; it is kept if it fits.
         """
         param = self.params[index]
-        if piece.dtype != param.local.dtype or piece.device != param.local.device:
-            piece = piece.to(device=param.local.device, dtype=param.local.dtype)
+        local = param.piece
+        if piece.dtype != local.dtype or piece.device != local.device:
+            piece = piece.to(device=local.device, dtype=local.dtype)
         new = param.like(piece)
         if param._backward_hooks:  # from param.register_hook()
             for hook in list(param._backward_hooks.values()):

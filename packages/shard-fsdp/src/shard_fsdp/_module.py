@@ -362,8 +362,8 @@ def _run(
     try:
         args, kwargs = run.enter(args, kwargs)
         output = function(*args, **kwargs)
-    except BaseException:
-        run.fail()
+    except BaseException as error:
+        run.fail(error)
         raise
     return run.leave(output)
 

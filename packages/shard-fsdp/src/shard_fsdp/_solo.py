@@ -78,7 +78,7 @@ class SoloGrads:
         with torch.no_grad():
             for index in indices(wanted):
                 if not arrived[index]:
-                    self._handout.keep(index, torch.zeros_like(self._handout.params[index].local))
+                    self._handout.keep(index, torch.zeros_like(self._handout.params[index].piece))
                     continue
                 held = self._sums[index] if self._casts else self._take(index)
                 assert held is not None

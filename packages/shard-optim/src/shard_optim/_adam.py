@@ -9,6 +9,7 @@ import torch
 
 from shard_optim._blocks import CODES
 from shard_optim._codec import decode_moments
+from shard_optim._copies import Copies
 from shard_optim._flat import FlatOptimizer, Job
 from shard_optim._groups import Group, check_at_least_0, check_decay
 from shard_optim._offload import Offload
@@ -87,7 +88,7 @@ class Adam(FlatOptimizer):
         return MOMENTS
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
-        fused_adam(lane, grads, job.group, decoupled=self._DECOUPLED)
+        fused_adam(lane, grads, job.group, decoupled=self._DECOUPLED, copies=job.copies)
 
 
 class AdamW(Adam):
@@ -203,7 +204,14 @@ def check_adam(group: Group, where: str) -> None:
     check_decay(group, "betas", where, count=2)
 
 
-def fused_adam(lane: Lane, grads: Sequence[torch.Tensor], group: Group, *, decoupled: bool) -> None:
+def fused_adam(
+    lane: Lane,
+    grads: Sequence[torch.Tensor],
+    group: Group,
+    *,
+    decoupled: bool,
+    copies: Copies,
+) -> None:
     """Update one lane by torch's fused kernel.
 
     Args:
@@ -211,6 +219,7 @@ def fused_adam(lane: Lane, grads: Sequence[torch.Tensor], group: Group, *, decou
         grads: the members' gradients.
         group: hyper-parameters.
         decoupled: whether weight decay acts on the parameter instead of the gradient.
+        copies: what is written besides.
 
     **Collective**: local.
     """
@@ -218,14 +227,20 @@ def fused_adam(lane: Lane, grads: Sequence[torch.Tensor], group: Group, *, decou
     device = lane.params.parts[0].device
     beta1, beta2 = group["betas"]
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    with lane.changing():
+    for params, slopes, first, second, steps in copies.calls(
+        lane,
+        lane.join_grads(grads),
+        lane.slots["exp_avg"].parts,
+        lane.slots["exp_avg_sq"].parts,
+        lane.steps,
+    ):
         kernel(
-            lane.params.parts,
-            lane.join_grads(grads),
-            lane.slots["exp_avg"].parts,
-            lane.slots["exp_avg_sq"].parts,
+            params,
+            slopes,
+            first,
+            second,
             [],
-            lane.steps,
+            steps,
             lr=lr.to(device) if isinstance(lr, torch.Tensor) else lr,
             beta1=beta1,
             beta2=beta2,

@@ -108,7 +108,7 @@ class AdamW8bit(CollectiveOptimizer):
         return comm if cut_blocks(param.spec, comm.size) else None
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
-        fused_adam(lane, grads, job.group, decoupled=True)
+        fused_adam(lane, grads, job.group, decoupled=True, copies=job.copies)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
         coded = [job for job in jobs if job.slots is _CODES]

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import torch
 from torch.optim import Optimizer
 
+from shard_optim._copies import Copies
 from shard_optim._grads import grad_piece
 from shard_optim._groups import (
     Group,
@@ -49,6 +50,7 @@ class Job:
         members: parameters that have a gradient.
         grads: this rank's piece of each gradient.
         plan: how members are joined.
+        copies: what is to be written in other dtypes besides.
     """
 
     group: Group
@@ -56,6 +58,7 @@ class Job:
     members: list[torch.Tensor]
     grads: list[torch.Tensor]
     plan: StepPlan
+    copies: Copies = field(default_factory=Copies)
 
 
 class FlatOptimizer(Optimizer, ABC):
@@ -277,10 +280,13 @@ class FlatOptimizer(Optimizer, ABC):
 
     def _apply(self, job: Job) -> None:
         job.plan.count()
+        job = replace(job, copies=Copies(job.plan.bases))
         with closing(self._home.each(job.plan.lanes)) as lanes:
             for lane in lanes:
                 self._update(lane, job.grads, job)
+                job.copies.finish(lane)
         torch.autograd.graph.increment_version(job.plan.touched)
+        job.copies.settle()
 
     def _jobs(self) -> list[Job]:
         """Check all gradients and plan what is to be done; nothing has changed before."""

@@ -13,7 +13,7 @@ from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
 from shard_optim._state import Saved
-from shard_optim._window import Scratch, windows
+from shard_optim._window import Scratch
 
 _SLOTS = (Slot("exp_avg"),)
 
@@ -79,7 +79,7 @@ class Lion(FlatOptimizer):
         flats = zip(lane.flats["param"], lane.flats["exp_avg"], lane.flat_grads(grads), strict=True)
         room = Scratch()
         for whole in flats:
-            for param, moment, grad in windows(whole):
+            for param, moment, grad in job.copies.windows(whole):
                 value, old = room.wide("param", param), room.wide("moment", moment)
                 new = room.wide("grad", grad)
                 change, direction = (room.take(n, new, new.dtype) for n in ("change", "direction"))

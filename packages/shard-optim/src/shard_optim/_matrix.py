@@ -169,7 +169,7 @@ class MatrixOptimizer(CollectiveOptimizer, ABC):
 
     def _update(self, lane: Lane, grads: Sequence[torch.Tensor], job: Job) -> None:
         hyper = {**job.group, "eps": job.group["adam_eps"]}
-        fused_adam(lane, grads, hyper, decoupled=True)
+        fused_adam(lane, grads, hyper, decoupled=True, copies=job.copies)
 
     def _advance(self, jobs: Sequence[Job]) -> None:
         whole = [job for job in jobs if job.slots is not MOMENTS]

@@ -116,8 +116,10 @@ class StepPlan:
         counters: all step counters, one tensor per device; the states hold views.
         versions: the counters' versions after the last step. Others mean that somebody wrote
             into one.
-        touched: what a step changes without autograd's noticing. A rank whose piece is empty
-            must see the same change of version as the others, or they disagree on what is stale.
+        touched: what a step changes without autograd's noticing: fused kernels count nothing, and
+            who holds the memory behind pieces watches its version. A rank whose piece is empty must
+            see a change too, or ranks disagree on what is stale.
+        bases: a piece in each of the storages that a step changes.
         age: steps that were counted by this plan.
     """
 
@@ -129,6 +131,7 @@ class StepPlan:
     counters: list[torch.Tensor]
     versions: list[int]
     touched: list[torch.Tensor]
+    bases: list[torch.Tensor]
     age: int = 0
 
     def holds(
@@ -211,7 +214,8 @@ def make_plan(
         lanes=[lane for parts in by_kind.values() for lane in builder.lanes(parts)],
         counters=counters,
         versions=[_version_of(counter) for counter in counters],
-        touched=[*members, *(piece for piece in pieces if not piece.numel())],
+        touched=[*members, *pieces],
+        bases=list({piece.untyped_storage()._cdata: piece for piece in pieces}.values()),
     )
 
 

@@ -12,7 +12,7 @@ from shard_flat import ShardTensor
 
 def piece_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a sharded tensor, or a plain tensor itself. Local."""
-    return tensor.local if isinstance(tensor, ShardTensor) else tensor
+    return tensor.piece if isinstance(tensor, ShardTensor) else tensor
 
 
 def flat_piece(tensor: torch.Tensor) -> torch.Tensor:

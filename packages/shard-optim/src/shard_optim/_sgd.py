@@ -101,11 +101,12 @@ class SGD(FlatOptimizer):
         if param.itemsize == 2 and param.device.type == "cpu":
             _narrow_sgd(lane, grads, group, first=first)
             return
-        with lane.changing():
+        sums = [lane.slots["momentum_buffer"].parts] if group["momentum"] else []
+        for params, slopes, *buffers in job.copies.calls(lane, lane.join_grads(grads), *sums):
             torch._fused_sgd_(
-                lane.params.parts,
-                lane.join_grads(grads),
-                lane.slots["momentum_buffer"].parts if group["momentum"] else [],
+                params,
+                slopes,
+                buffers[0] if buffers else [],
                 weight_decay=group["weight_decay"],
                 momentum=group["momentum"],
                 lr=lr.to(param.device) if isinstance(lr, torch.Tensor) else lr,

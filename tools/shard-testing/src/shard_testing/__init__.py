@@ -1,5 +1,6 @@
 """Run a function on several ranks inside a test, and small things to run it with."""
 
+from shard_testing._casts import Casts
 from shard_testing._dtypes import STORED_DTYPES
 from shard_testing._models import DecoderBlock, Scale, TiedTable, TinyDecoder, token_batches
 from shard_testing._optimizers import draw_steps, take_steps
@@ -9,6 +10,7 @@ from shard_testing._threads import run_threads
 
 __all__ = [
     "STORED_DTYPES",
+    "Casts",
     "DecoderBlock",
     "Scale",
     "TiedTable",
