@@ -102,7 +102,8 @@ class GradReducer:
         is waited for.
         """
         check_dense(self._handout.params[index].spec.name, grad, self._context)
-        self.finish()
+        if self._flight is not None:
+            self.finish()
         self._buffer.receive(index, grad, scale=self._scale)
 
     @torch.no_grad()
