@@ -49,6 +49,21 @@ def test_whoever_goes_on_is_in_no_knot() -> None:
     assert first.knot(since) == {}
 
 
+def test_whoever_went_on_and_waits_again_is_in_no_knot_yet() -> None:
+    """Two ranks in step, each of which waits for what the other does next."""
+    first, second = _make(2)
+    since = first.beats()
+    _tell(first, "a gather", [1])
+    _tell(second, "a gather", [0])
+    second.hush()
+    _tell(second, "a gather", [0], times=2)
+    assert first.knot(since) == {}
+    _tell(second, "a gather", [0], times=2)
+    assert first.knot(since) == {}
+    _tell(second, "a gather", [0], times=1)
+    assert first.knot(since) == {0: "a gather", 1: "a gather"}
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_ring_and_those_that_wait_for_it(tied: bool) -> None:
     """0 waits for 1, 1 for 2, and 2 for 0, or for 4, which waits for nobody; 3 waits for 1."""

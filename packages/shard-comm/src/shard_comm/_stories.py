@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-STORY_BYTES = 512  # [heartbeats, bytes of text, awaited ranks, text]
+STORY_BYTES = 512  # [chapter and heartbeats, bytes of text, awaited ranks, text]
 _MASK_BYTES = 128
 _TEXT_BYTES = STORY_BYTES - 16 - _MASK_BYTES
 _BEATS = 3
+_CHAPTER = 1 << 32  # of heartbeats; far more than one wait has
 
 
 class Stories:
     """One line for each rank that has waited for a while: for what, and for whom.
 
     Ranks that wait for each other would wait for ever: one is in a barrier, say, and the other at
-    a shared array. A rank tells its story again and again. Whoever sees another's three times
-    since its own wait began knows that it is no old one.
+    a shared array. A rank tells its story again and again, each time after it has looked whether
+    it can go on, and a new chapter begins when it does. Where all of a ring of ranks told theirs
+    three times, while none of them got any further, none of them ever will.
 
     Args:
         memory: ``size * STORY_BYTES`` bytes that all ranks map, zero at first.
@@ -32,6 +34,7 @@ class Stories:
         self._rank = rank
         self._size = size
         self._fence = fence
+        self._tells = False
 
     def tell(self, what: str, awaited: Sequence[int]) -> None:
         """Say what this rank waits for, and for which ranks. Local."""
@@ -45,13 +48,20 @@ class Stories:
             self._fence()
         self._words[start // 8 + 1] = len(text)
         self._words[start // 8] += 1
+        self._tells = True
 
     def hush(self) -> None:
-        """Say that this rank waits no more. Local."""
-        self._words[self._rank * STORY_BYTES // 8 + 1] = 0
+        """Say, before others can see it, that this rank goes on. Local."""
+        if self._tells:
+            self._tells = False
+            start = self._rank * STORY_BYTES // 8
+            self._words[start + 1] = 0
+            self._words[start] += _CHAPTER
+            if self._fence is not None:
+                self._fence()
 
     def beats(self) -> list[int]:
-        """Return how often each rank has told what it waits for. Local."""
+        """Return each rank's chapter, and how often it told what it waits for. Local."""
         return [self._words[rank * STORY_BYTES // 8] for rank in range(self._size)]
 
     def told(self) -> dict[int, str]:
@@ -66,13 +76,17 @@ class Stories:
                 found[rank] = text.decode(errors="replace")
         return found
 
-    def knot(self, since: Sequence[int]) -> dict[int, str]:
+    def knot(self, since: list[int]) -> dict[int, str]:
         """Return what the ranks wait for that wait for each other, this one among them. Local.
 
         Args:
-            since: ``beats()`` when this rank's wait began.
+            since: ``beats()`` when this rank's wait began, or it last got further; brought up to
+                date for ranks that got further since.
         """
         beats = self.beats()
+        for rank, count in enumerate(beats):
+            if count // _CHAPTER != since[rank] // _CHAPTER:
+                since[rank] = count
         if self._fence is not None:
             self._fence()
         told = self.told()
