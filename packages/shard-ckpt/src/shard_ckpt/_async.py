@@ -15,6 +15,7 @@ from shard_ckpt._agree import Outcome, attempt
 from shard_ckpt._commit import Prepared, commit, prepare
 from shard_ckpt._log import logger
 from shard_ckpt._naming import Rename
+from shard_ckpt._places import absolute
 from shard_ckpt._snapshot import Staging
 from shard_comm import Comm, GroupComm, SoloComm
 
@@ -131,7 +132,7 @@ class Saver:
         prepared = attempt(lambda: self._copy(state, rename, unseen))
         handle = SaveHandle(os.fspath(path))
         self._last = handle
-        job = (handle, prepared, os.fspath(path), timeout_s, after)
+        job = (handle, prepared, absolute(path), timeout_s, after)
         # On an error too: the other ranks are about to wait for this one.
         threading.Thread(target=self._work, args=job, name="shard-ckpt-save").start()
         if prepared.error is not None:

@@ -16,13 +16,13 @@ from shard_ckpt._load import load
 from shard_ckpt._log import logger
 from shard_ckpt._marker import read_marker
 from shard_ckpt._naming import Rename
-from shard_ckpt._places import Place, names_in, place_of
+from shard_ckpt._places import Place, absolute, names_in, place_of
 from shard_ckpt._remote import RemotePath
 from shard_ckpt._remote_draft import discard_remote
 from shard_ckpt._save import save
 from shard_comm import Comm
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)  # as steps are spelled, no other way
 
 
 class Checkpointer:
@@ -59,7 +59,7 @@ class Checkpointer:
             raise ValueError(f"keep: expected at least 1, or None for all, got {keep}")
         if every is not None and every < 1:
             raise ValueError(f"every: expected at least 1, or None for all, got {every}")
-        self._dir = place_of(dir)
+        self._dir = place_of(absolute(dir))
         self._comm = comm
         self._keep = keep
         self._every = every

@@ -192,6 +192,12 @@ def _check_alike(
                     f"{got.get(name, 'nothing')} (rank {rank} of {comm.size}); all ranks must save "
                     f"the same names, dtypes and shapes"
                 )
+        for row, other in zip(rows[0], theirs, strict=True):
+            if row != other:
+                raise ValueError(
+                    f"{row[0]}: rank {rank} of {comm.size} has {other[0]} in its place; all ranks "
+                    f"must hold their per-rank values in the same order"
+                )
     raise AssertionError("ranks differ in structure, yet in no row")
 
 
