@@ -172,6 +172,19 @@ def test_it_grows_and_takes_tensors_of_inference_mode() -> None:
     assert staging.nbytes == 20480
 
 
+def test_the_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    handle = save_async({"m": {"w": torch.ones(3)}}, "run/a", comm=SoloComm())
+    assert gate.reached.wait(30)
+    monkeypatch.chdir("elsewhere")
+    gate.opened.set()
+    handle.wait()
+    assert os.listdir() == []
+    assert inspect(tmp_path / "run" / "a").tensors[0].name == "w"
+
+
 def test_training_goes_on_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
 

@@ -359,6 +359,10 @@ def each_error(fn: Callable[[Comm], None], world_size: int) -> list[str]:
         ),
         ([{}, {"r": PerRank(1)}], "ValueError: state['r']: expected nothing as on rank 0"),
         ([{}, {"w": torch.zeros(2)}], "ValueError: state['w']: a tensor needs a section"),
+        (
+            [{"a": PerRank(1), "b": PerRank(2)}, {"b": PerRank(2), "a": PerRank(1)}],
+            "ValueError: state['a']: rank 1 of 2 has state['b'] in its place; all ranks must hold",
+        ),
         ([{"x": object()}, {}], "TypeError: state['x']: expected a tensor, number, string"),
     ],
 )

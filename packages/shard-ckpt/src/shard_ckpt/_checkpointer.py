@@ -132,19 +132,12 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the committed steps, oldest first. Local."""
-        try:
-            names = names_in(self._dir)
-        except FileNotFoundError:
-            return []
-        found = []
-        for name in names:
-            reason = why_not_committed(self._dir / name)
-            matched = _STEP.fullmatch(name)
-            if reason is not None:
-                self._report(name, reason)
-            elif matched is not None:
-                found.append(int(matched[1]))
-        return sorted(found)
+        names: list[str] = []
+        while True:
+            before, names = names, self._names()
+            found = self._committed(names)
+            if found or names == before:
+                return found  # else a save may have published one and removed all that were listed
 
     def latest(self) -> int | None:
         """Return the newest committed step; None if there is none. Local."""
@@ -199,6 +192,23 @@ class Checkpointer:
             timeout_s=self._timeout_s,
         )
         return choice, loaded
+
+    def _names(self) -> list[str]:
+        try:
+            return names_in(self._dir)
+        except FileNotFoundError:
+            return []
+
+    def _committed(self, names: Sequence[str]) -> list[int]:
+        found = []
+        for name in names:
+            reason = why_not_committed(self._dir / name)
+            matched = _STEP.fullmatch(name)
+            if reason is not None:
+                self._report(name, reason)
+            elif matched is not None:
+                found.append(int(matched[1]))
+        return sorted(found)
 
     def _place(self, step: int) -> Place:
         if type(step) is not int or step < 0:

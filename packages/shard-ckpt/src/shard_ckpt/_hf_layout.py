@@ -113,7 +113,7 @@ def choose_items(
         ValueError: no such section, names that clash, a declared tie that is none, a dtype that
             floating-point tensors cannot become.
     """
-    if cast is not None and not (isinstance(cast, torch.dtype) and cast.is_floating_point):
+    if cast is not None and not cast.is_floating_point:
         raise ValueError(f"cast: expected a floating-point dtype, got {cast!r}")
     records = {name: r for (where, name), r in sorted(index.tensors.items()) if where == section}
     if not records:
