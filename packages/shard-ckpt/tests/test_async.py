@@ -347,6 +347,23 @@ class TestCase1:
         assert os.listdir(tmp_path) == ["b"]
 
 
+def test_a_save_whose_thread_cannot_start_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    checkpointer = Checkpointer(tmp_path, comm=SoloComm(), async_=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            checkpointer.save(1, {"m": {"w": torch.ones(3)}})
+    checkpointer.wait()  # for nothing
+    checkpointer.save(2, {"m": {"w": torch.ones(3)}})
+    checkpointer.wait()
+    assert checkpointer.steps() == [2]
+
+
 def test_a_dropped_handle_logs_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a").mkdir()
     saver = Saver(SoloComm())
