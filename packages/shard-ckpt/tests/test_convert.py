@@ -346,3 +346,28 @@ def test_an_optimizer_with_strange_groups_is_taken_as_it_is(tmp_path: Path, grou
     (tensor,) = inspect(tmp_path / "c").tensors
     assert tensor.name == "0#exp_avg"
     assert inspect(tmp_path / "c").values["optim"]["param_groups"] == groups
+
+
+@pytest.mark.parametrize("raw", [b"\x80\x02a.", b"\x80\x04\x95" + b"\xff" * 8, b"\x80\x02"])
+def test_pickles_that_break_off_are_damage(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "a.pt").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"a\.pt: cannot be read as a torch\.save file"):
+        convert(tmp_path / "a.pt", tmp_path / "c")
+    folder = make_dcp(tmp_path / "d")
+    (folder / ".metadata").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
+        convert(folder, tmp_path / "c")
+
+
+def test_dcp_metadata_without_its_fields_is_damage(tmp_path: Path) -> None:
+    folder = make_dcp(tmp_path / "d")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        del info.__dict__["relative_path"]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="is said to be in None"):
+        convert(folder, tmp_path / "c")
+    del metadata.state_dict_metadata["model.a.w"].__dict__["chunks"]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata: not laid out as torch .*'chunks'"):
+        convert(folder, tmp_path / "c")

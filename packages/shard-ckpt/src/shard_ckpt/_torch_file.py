@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,9 @@ def load_torch(path: Path) -> Any:
         inert: Any = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in names]
         with torch.serialization.safe_globals(inert):
             return torch.load(text, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as exc:
+    except OSError:
+        raise
+    except Exception as exc:  # damaged pickles raise anything
         raise CheckpointError(
             f"{path}: cannot be read as a torch.save file ({reason_of(exc)})"
         ) from exc
