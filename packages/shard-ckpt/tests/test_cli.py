@@ -109,6 +109,17 @@ def test_names_that_the_terminal_cannot_show(
         assert "\\udcff/a: whole and unaltered" in raw.getvalue().decode(encoding)
 
 
+def test_a_store_that_is_not_installed_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(path: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("shard_ckpt._commands.place_of", missing)
+    text = "shard ckpt: error: Install s3fs to access S3\n"
+    assert call(capsys, "ls", "s3://bucket") == (2, "", text)
+
+
 def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_dir / "step-00000010"
     assert call(capsys, "verify", path) == (0, f"{path}: whole and unaltered\n", "")
