@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from shard_ckpt._places import names_in, place_of
 from shard_ckpt._reindex import reindex
 from shard_ckpt._remote import RemotePath
 from shard_ckpt._screen import format_bytes, format_table
-from shard_ckpt._values import encode
+from shard_ckpt._values import RankValues, encode
 from shard_comm import SoloComm
 
 FOUND = 1
@@ -84,7 +84,7 @@ def show(path: str) -> Reply:
         }
         for record in info.tensors
     ]
-    values = encode(info.values, path="state")
+    values = encode(_with_lists(info.values), path="state")
     table = {
         "path": path,
         "save_id": info.save_id,
@@ -170,5 +170,15 @@ def _value_lines(node: Any, path: str) -> list[str]:
             for key, item in node.items()
             for line in _value_lines(item, f"{path}.{key}" if path else str(key))
         ]
-    text = repr(node)
-    return [f"{path} = {text if len(text) <= 100 else f'{text[:97]}...'}"] if path else []
+    text = " ".join(line.strip() for line in repr(node).splitlines())  # of tensors several
+    what = f"{path} (per rank)" if isinstance(node, RankValues) else path
+    return [f"{what} = {text if len(text) <= 100 else f'{text[:97]}...'}"] if path else []
+
+
+def _with_lists(node: Any) -> Any:
+    """Return stored values with a plain list for each ``RankValues``."""
+    if isinstance(node, Mapping):
+        return {key: _with_lists(item) for key, item in node.items()}
+    if isinstance(node, RankValues):
+        return list(node)
+    return type(node)(map(_with_lists, node)) if type(node) in (list, tuple) else node
