@@ -333,6 +333,9 @@ def test_rank_zeros_values_are_stored_unless_marked(tmp_path: Path) -> None:
         assert [item["cpu"].tolist() for item in rng] == [[0], [1], [2]]
 
 
+W = torch.ones(3)
+
+
 def each_error(fn: Callable[[Comm], None], world_size: int) -> list[str]:
     def rank(comm: Comm) -> str:
         try:
@@ -350,14 +353,22 @@ def each_error(fn: Callable[[Comm], None], world_size: int) -> list[str]:
     [
         (
             [{"m": {"w": torch.zeros(2)}}, {"m": {"w": torch.zeros(3)}}],
-            "ValueError: m: w: expected ['F32', (2,), None, []] as on rank 0, got "
-            "['F32', (3,), None, []] (rank 1 of 2)",
+            "ValueError: m: w: expected F32 of shape (2,) as on rank 0, got F32 of shape (3,) "
+            "(rank 1 of 2)",
         ),
         (
             [{"m": {"w": torch.zeros(2)}}, {"m": {"v": torch.zeros(2)}}],
-            "ValueError: m: v: expected nothing as on rank 0, got ['F32', (2,), None, []]",
+            "ValueError: m: v: expected nothing as on rank 0, got F32 of shape (2,) (",
         ),
-        ([{}, {"r": PerRank(1)}], "ValueError: state['r']: expected nothing as on rank 0"),
+        (
+            [{"m": {"v": W, "w": W}}, {"m": {"v": W, "w": W + 0}}],
+            "ValueError: m: v: expected F32 of shape (3,), one with m: w as on rank 0, got F32 of "
+            "shape (3,) (rank 1 of 2)",
+        ),
+        (
+            [{}, {"r": PerRank(1)}],
+            "ValueError: state['r']: expected nothing as on rank 0, got a value per rank (",
+        ),
         ([{}, {"w": torch.zeros(2)}], "ValueError: state['w']: a tensor needs a section"),
         ([{"x": object()}, {}], "TypeError: state['x']: expected a tensor, number, string"),
     ],

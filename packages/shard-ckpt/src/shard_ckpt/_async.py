@@ -11,10 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shard_ckpt._agree import Outcome, attempt
+from shard_ckpt._agree import Outcome, attempt, check_comm
 from shard_ckpt._commit import Prepared, commit, prepare
 from shard_ckpt._log import logger
 from shard_ckpt._naming import Rename
+from shard_ckpt._places import place_of
 from shard_ckpt._snapshot import Staging
 from shard_comm import Comm, GroupComm, SoloComm
 
@@ -128,10 +129,10 @@ class Saver:
         started = time.monotonic()
         unseen = None if self._last is None else self._last._unseen_error()
         waited_s = time.monotonic() - started
-        prepared = attempt(lambda: self._copy(state, rename, unseen))
-        handle = SaveHandle(os.fspath(path))
+        prepared = attempt(lambda: self._copy(state, path, rename, unseen))
+        handle = SaveHandle(str(path))
         self._last = handle
-        job = (handle, prepared, os.fspath(path), timeout_s, after)
+        job = (handle, prepared, path, timeout_s, after)
         # On an error too: the other ranks are about to wait for this one.
         threading.Thread(target=self._work, args=job, name="shard-ckpt-save").start()
         if prepared.error is not None:
@@ -139,7 +140,7 @@ class Saver:
             raise prepared.error
         logger.info(
             "%s: copied in %.3f s, after %.3f s for the save before",
-            os.fspath(path),
+            path,
             time.monotonic() - started - waited_s,
             waited_s,
         )
@@ -151,10 +152,15 @@ class Saver:
             self._last.wait()
 
     def _copy(
-        self, state: Mapping[str, Any], rename: Rename | None, unseen: BaseException | None
+        self,
+        state: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        rename: Rename | None,
+        unseen: BaseException | None,
     ) -> Prepared:
         if unseen is not None:
             raise unseen
+        place_of(path)  # a mistake in it is told at once
         prepared = prepare(state, comm=self._comm, rename=rename)
         return self._staging.copy(prepared, comm=self._comm)
 
@@ -164,7 +170,7 @@ class Saver:
     def _error_of(
         self,
         prepared: Outcome[Prepared],
-        path: str,
+        path: str | os.PathLike[str],
         timeout_s: float | None,
         after: Callable[[], None] | None,
     ) -> BaseException | None:
@@ -229,6 +235,7 @@ def save_async(
     **Memory**: a host copy of what this rank writes: its own pieces, and its part of tensors that
     all ranks have. It lives as long as ``comm``.
     """
+    check_comm(comm)
     return _saver_of(comm).start(state, path, rename=rename, timeout_s=timeout_s)
 
 

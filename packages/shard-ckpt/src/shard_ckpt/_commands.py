@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shard_ckpt._checkpointer import Checkpointer, remove_checkpoint, why_not_committed
+from shard_ckpt._checkpointer import (
+    Checkpointer,
+    reason_below,
+    remove_checkpoint,
+    why_not_committed,
+)
 from shard_ckpt._convert import convert
 from shard_ckpt._diff import diff
 from shard_ckpt._draft import is_draft, sweep
@@ -54,7 +59,7 @@ def list_folder(path: str) -> Reply:
             try:
                 marker = read_marker(folder)
             except CheckpointError as exc:  # of a folder that is not called like a step
-                reason = str(exc)
+                reason = reason_below(folder, exc)
             else:
                 row = {"name": name, "bytes": marker.nbytes, "files": marker.files}
                 found.append({**row, "world_size": marker.world_size, "save_id": marker.save_id})
