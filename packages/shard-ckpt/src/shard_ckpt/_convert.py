@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -84,8 +85,11 @@ def convert(
     try:
         (write_dcp if target_format == "dcp" else save_lazy)(state, target, lazy=lazy)
     except FileExistsError as exc:
-        text = f"{exc.strerror}; if it was made just now: convert is for one process, as on rank 0"
-        raise FileExistsError(exc.errno, text, str(target)) from exc
+        text = (
+            f"{exc.strerror or exc}; if it was made just now: convert is for one process, so call "
+            f"it on rank 0 alone"
+        )
+        raise FileExistsError(errno.EEXIST, text, str(target)) from exc
     except TypeError as exc:
         raise TypeError(f"{exc}; or leave its section out: {_HOW_TO_SKIP}") from exc
 
