@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shard_ckpt import CheckpointError
+from shard_ckpt import Checkpointer, CheckpointError, load, save, save_async
 from shard_ckpt._agree import Outcome, agree, attempt
 from shard_comm import Comm, SoloComm
 from shard_testing import run_threads
@@ -77,3 +78,15 @@ def test_one_rank_raises_its_own_error() -> None:
     with pytest.raises(ValueError, match=r"^bad$") as caught:
         agree(SoloComm(), attempt(fail(error)), share=str, timeout_s=None)
     assert caught.value is error
+
+
+def test_what_is_no_comm_or_path_is_named(tmp_path: Path) -> None:
+    uses: list[Any] = [save, save_async, load]
+    for use in uses:
+        with pytest.raises(TypeError, match=r"^comm: expected a Comm, got 'gloo'; .*comm_for"):
+            use({}, tmp_path / "a", comm="gloo")
+        for path in (None, b"a", 3):
+            with pytest.raises(TypeError, match=f"^expected a path, .* got {path!r}$"):
+                use({}, path, comm=SoloComm())
+    with pytest.raises(TypeError, match=r"^comm: expected a Comm, got None"):
+        Checkpointer(tmp_path, comm=None)  # type: ignore[arg-type]

@@ -80,11 +80,11 @@ def test_only_markers_count_and_the_reason_is_logged_once(
         assert checkpointer.steps() == [1]
         assert checkpointer.latest() == 1
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 3
-    assert "step-00000002: skipped: " in messages[0]
-    assert "no COMMITTED marker" in messages[0]
-    assert "expected format version 2, got None" in messages[1]
-    assert "step-00000004: skipped: " in messages[2]
+    assert [text.partition(";")[0] for text in messages] == [
+        f"{checkpointer.path(2)}: skipped: no COMMITTED marker, so it is not a finished checkpoint",
+        f"{checkpointer.path(3)}: skipped: COMMITTED: expected format version 2, got None",
+        f"{checkpointer.path(4)}: skipped: Not a directory",
+    ]
 
 
 def test_a_live_save_is_not_taken_for_a_step(
@@ -156,6 +156,23 @@ def test_a_step_is_never_replaced(tmp_path: Path) -> None:
     checkpointer.save(1, make_state(SoloComm(), 1))
     with pytest.raises(FileExistsError, match="never replaced"):
         checkpointer.save(1, make_state(SoloComm(), 2))
+
+
+def test_half_a_copy_is_in_the_way_until_it_is_moved(tmp_path: Path) -> None:
+    def saved(comm: Comm) -> None:
+        Checkpointer(tmp_path, comm=comm).save(7, make_state(comm, 7))
+
+    half = tmp_path / "step-00000007"
+    half.mkdir()
+    (half / "index.json").write_text("{}")
+    text = "no COMMITTED marker, so it is not a finished checkpoint: move or delete it"
+    with pytest.raises(FileExistsError, match=text):
+        run_threads(saved, 2)
+    assert os.listdir(tmp_path) == [half.name]
+    assert (half / "index.json").read_text() == "{}"
+    half.rename(tmp_path / "half")
+    run_threads(saved, 2)
+    assert Checkpointer(tmp_path, comm=SoloComm()).steps() == [7]
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 
 from shard_ckpt import Checkpointer, PerRank, main, save, verify
 from shard_ckpt._screen import Bar, format_bytes, format_table
-from shard_comm import SoloComm
+from shard_ckpt._values import decode
+from shard_comm import Comm, SoloComm
+from shard_testing import run_threads
 
 W = torch.arange(35.0).view(7, 5)
 
@@ -86,14 +88,25 @@ def test_inspect(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table["world_size"] == 1
 
 
-def test_inspect_shows_what_each_rank_stored(
+def test_inspect_shows_what_each_rank_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save({"rng": PerRank({"seed": 5}), "l": [PerRank(6)]}, tmp_path / "a", comm=SoloComm())
-    _, out, _ = call(capsys, "inspect", tmp_path / "a")
-    assert out.splitlines()[2:] == ["l = [[6]]", "rng = [{'seed': 5}]"]
+    def rank(comm: Comm) -> None:
+        seed = torch.arange(40) + comm.rank  # shown on several lines by itself
+        state = {"data": [{"at": PerRank(comm.rank)}], "rng": PerRank({"seed": seed})}
+        save(state, tmp_path / "a", comm=comm)
+
+    run_threads(rank, 2)
+    status, out, err = call(capsys, "inspect", tmp_path / "a")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[2] == "data = [{'at': [0, 1]}]"
+    assert lines[3].startswith("rng (per rank) = [{'seed': tensor([ 0,  1,  2,")
+    assert lines[4:] == []
     _, table = call_json(capsys, "inspect", tmp_path / "a")
-    assert table["values"] == {"l": [[6]], "rng": [{"seed": 5}]}
+    assert table["values"]["data"] == [{"at": [0, 1]}]
+    seeds = [decode(item["seed"], label="x").tolist() for item in table["values"]["rng"]]
+    assert seeds == [list(range(40)), list(range(1, 41))]
 
 
 def test_names_that_the_terminal_cannot_show(

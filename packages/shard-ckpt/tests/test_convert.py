@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import errno
 import os
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shard_ckpt import CheckpointError, PerRank, convert, inspect, load, save, verify
+from shard_ckpt import CheckpointError, PerRank, _posix, convert, inspect, load, save, verify
 from shard_ckpt._dcp_read import _overlap
 from shard_comm import Comm, SoloComm
 from shard_flat import shard_tensor
@@ -111,8 +112,34 @@ def test_sections_are_renamed_and_skipped(tmp_path: Path) -> None:
     convert(tmp_path / "f.pt", tmp_path / "c", sections={"state_dict": "model"}, skip=("args",))
     info = inspect(tmp_path / "c")
     assert ([r.label for r in info.tensors], info.values) == (["model: w"], {"n": 3})
-    with pytest.raises(ValueError, match=r"some of \['args', 'n', 'state_dict'\], got 'x'"):
+    with pytest.raises(ValueError, match=r"^skip: .* \['args', 'n', 'state_dict'\], got 'x'"):
         convert(tmp_path / "f.pt", tmp_path / "d", skip=("x",))
+    with pytest.raises(ValueError, match=r"^sections: .* \['args', 'n', 'state_dict'\], got 'x'"):
+        convert(tmp_path / "f.pt", tmp_path / "d", sections={"x": "y"})
+    with pytest.raises(TypeError, match="skip: expected a sequence of sections, got the string"):
+        convert(tmp_path / "f.pt", tmp_path / "d", skip="args")
+
+
+@pytest.mark.parametrize("target_format", ["shard", "dcp"])
+def test_what_is_not_made_is_called_as_it_was_pickled(tmp_path: Path, target_format: str) -> None:
+    arguments = [argparse.Namespace(lr=0.1)]
+    torch.save({"net": {"w": W}, "args": arguments, "of": Counter}, tmp_path / "f.pt")
+    for skip, text in [
+        (["of"], r"^state\['args'\]\[0\]: .* got a pickled argparse\.Namespace, .*: skip="),
+        (["args"], rf"^state\['of'\]: .* got a pickled {__name__}\.Counter, .*--skip"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            convert(tmp_path / "f.pt", tmp_path / "c", target_format=target_format, skip=skip)
+    skip = ["args", "of"]
+    convert(tmp_path / "f.pt", tmp_path / "c", target_format=target_format, skip=skip)
+    torch.save({"net": {"w": W}, "args": {"dtype": torch.half}}, tmp_path / "g.pt")
+    if target_format == "shard":
+        with pytest.raises(TypeError, match=r"\['dtype'\]: .* got torch\.dtype; .*: skip="):
+            convert(tmp_path / "g.pt", tmp_path / "d")
+
+
+class Counter:
+    """A class that a file may name."""
 
 
 class Trap:
@@ -313,6 +340,28 @@ def test_to_dcp_says_why_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match=r"could not write it: \[RuntimeError\('enforce fail'\)\]"):
         convert(ckpt, tmp_path / "d", target_format="dcp")
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("target_format", ["shard", "dcp"])
+def test_the_second_of_two_processes_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target_format: str
+) -> None:
+    torch.save({"w": W}, tmp_path / "f.pt")
+    rename = _posix.rename
+
+    def other_first(source: Path, target: Path) -> None:
+        monkeypatch.setattr(_posix, "rename", rename)
+        convert(tmp_path / "f.pt", target, target_format=target_format)
+        made.append(sorted(os.listdir(target)))
+        rename(source, target)
+
+    made: list[list[str]] = []
+    monkeypatch.setattr(_posix, "rename", other_first)
+    text = "choose another path or remove it" if target_format == "shard" else "move or delete it"
+    with pytest.raises(FileExistsError, match=f"{text}.*one process"):
+        convert(tmp_path / "f.pt", tmp_path / "c", target_format=target_format)
+    assert sorted(os.listdir(tmp_path)) == ["c", "f.pt"]
+    assert [sorted(os.listdir(tmp_path / "c"))] == made
 
 
 @pytest.mark.parametrize("target_format", ["shard", "dcp"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shard_ckpt import Checkpointer, load, save
+from shard_ckpt import Checkpointer, Naming, load, save
 from shard_comm import Comm, SoloComm
 from shard_flat import shard_tensor
 from shard_testing import run_threads
@@ -172,3 +172,22 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^the checkpoint lacks optim: 0#exp_avg; ") as caught:
         load(numbered, path, comm=SoloComm())
     assert "use torch's get_optimizer_state_dict()" in str(caught.value)
+
+
+def test_names_that_the_template_lacks_are_mistakes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = stored(tmp_path / "a", one="old", two="y")
+    text = "rename: no tensor of the template is called"
+    for name in ("nwe", "model: new", "new#exp_avg"):
+        for rename in ({"new": "old", name: "y"}, Naming(rename={"new": "old", name: "y"})):
+            with pytest.raises(ValueError, match=f"^{text} '{name}'; keys are the template's"):
+                load(template("new", "y"), path, comm=SoloComm(), rename=rename)
+    wrapped = template("module.new", "y")
+    naming = Naming(prefix="module.", rename={"new": "old"})
+    assert is_full(load(wrapped, path, comm=SoloComm(), rename=naming), "module.new", "y")
+    rename = {"new": "old", "nwe": "y"}
+    with caplog.at_level(logging.WARNING, logger="shard_ckpt"):
+        out = load(template("new", "y"), path, comm=SoloComm(), rename=rename, strict=False)
+    assert is_full(out, "new", "y")
+    assert caplog.messages == [f"{text} 'nwe'"]

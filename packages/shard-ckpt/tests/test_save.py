@@ -344,6 +344,9 @@ def test_rank_zeros_values_are_stored_unless_marked(tmp_path: Path) -> None:
         assert [item["cpu"].tolist() for item in rng] == [[0], [1], [2]]
 
 
+W = torch.ones(3)
+
+
 def each_error(fn: Callable[[Comm], None], world_size: int) -> list[str]:
     def rank(comm: Comm) -> str:
         try:
@@ -361,14 +364,22 @@ def each_error(fn: Callable[[Comm], None], world_size: int) -> list[str]:
     [
         (
             [{"m": {"w": torch.zeros(2)}}, {"m": {"w": torch.zeros(3)}}],
-            "ValueError: m: w: expected ['F32', (2,), None, []] as on rank 0, got "
-            "['F32', (3,), None, []] (rank 1 of 2)",
+            "ValueError: m: w: expected F32 of shape (2,) as on rank 0, got F32 of shape (3,) "
+            "(rank 1 of 2)",
         ),
         (
             [{"m": {"w": torch.zeros(2)}}, {"m": {"v": torch.zeros(2)}}],
-            "ValueError: m: v: expected nothing as on rank 0, got ['F32', (2,), None, []]",
+            "ValueError: m: v: expected nothing as on rank 0, got F32 of shape (2,) (",
         ),
-        ([{}, {"r": PerRank(1)}], "ValueError: state['r']: expected nothing as on rank 0"),
+        (
+            [{"m": {"v": W, "w": W}}, {"m": {"v": W, "w": W + 0}}],
+            "ValueError: m: v: expected F32 of shape (3,), one with m: w as on rank 0, got F32 of "
+            "shape (3,) (rank 1 of 2)",
+        ),
+        (
+            [{}, {"r": PerRank(1)}],
+            "ValueError: state['r']: expected nothing as on rank 0, got a value per rank (",
+        ),
         ([{}, {"w": torch.zeros(2)}], "ValueError: state['w']: a tensor needs a section"),
         (
             [{"a": PerRank(1), "b": PerRank(2)}, {"b": PerRank(2), "a": PerRank(1)}],
@@ -405,7 +416,7 @@ def test_a_rank_without_a_path_stops_all(tmp_path: Path, work: str) -> None:
         else:
             export_hf(tmp_path / "c", path, comm=comm)
 
-    text = "TypeError: expected str, bytes or os.PathLike object, not NoneType"
+    text = "TypeError: expected a path, a str or os.PathLike, got None"
     zero, one = each_error(rank, 2)
     assert zero == f"{text} (rank 1 of 2)"
     assert one.startswith(text)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shard_ckpt import PerRank
+from shard_ckpt import PerRank, load, save
 from shard_ckpt._leaf import Leaf
 from shard_ckpt._runs import Runs
 from shard_ckpt._state import flatten
@@ -201,3 +202,16 @@ def test_pieces_alias_only_as_the_same_range() -> None:
     leaves = flatten({"m": {"a": first, "b": again, "c": plain}}).leaves
     a, b, c = (leaf.alias_key for leaf in leaves)
     assert a == b != c
+
+
+@pytest.mark.parametrize(("use", "name"), [(save, "b"), (load, "a")])
+def test_a_module_is_no_state(tmp_path: Path, use: Any, name: str) -> None:
+    module = torch.nn.Linear(2, 3)
+    save({"model": module.state_dict()}, tmp_path / "a", comm=SoloComm())
+    optimizer = torch.optim.SGD(module.parameters())
+    for state, text in [
+        ({"model": module}, r"^state\['model'\]: .* got the Linear itself; pass its state_dict"),
+        ({"a": {"optim": [optimizer]}}, r"^state\['a'\]\['optim'\]\[0\]: .* got the SGD itself"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            use(state, tmp_path / name, comm=SoloComm())

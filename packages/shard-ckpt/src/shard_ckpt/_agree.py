@@ -40,6 +40,15 @@ class _Failure:
     filename: str | None
 
 
+def check_comm(comm: object) -> None:
+    """Raise where something else is given as the ranks: there is nobody to tell. Local."""
+    if not isinstance(comm, Comm):
+        raise TypeError(
+            f"comm: expected a Comm, got {comm!r}; shard_comm.comm_for() returns that of the "
+            f"process group, or of this process alone"
+        )
+
+
 def attempt(work: Callable[[], T]) -> Outcome[T]:
     """Do a rank's own work and keep its error for ``agree``: others wait for this rank. Local."""
     try:

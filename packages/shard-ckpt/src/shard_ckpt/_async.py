@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shard_ckpt._agree import Outcome, attempt
+from shard_ckpt._agree import Outcome, attempt, check_comm
 from shard_ckpt._commit import Prepared, commit, prepare
 from shard_ckpt._log import logger
 from shard_ckpt._naming import Rename
@@ -158,7 +158,10 @@ class Saver:
             self._last.wait()
 
     def _copy(
-        self, state: Mapping[str, Any], rename: Rename | None, unseen: BaseException | None
+        self,
+        state: Mapping[str, Any],
+        rename: Rename | None,
+        unseen: BaseException | None,
     ) -> Prepared:
         if unseen is not None:
             raise unseen
@@ -171,7 +174,7 @@ class Saver:
     def _error_of(
         self,
         prepared: Outcome[Prepared],
-        path: str,
+        path: str | os.PathLike[str],
         timeout_s: float | None,
         after: Callable[[], None] | None,
     ) -> BaseException | None:
@@ -236,6 +239,7 @@ def save_async(
     **Memory**: a host copy of what this rank writes: its own pieces, and its part of tensors that
     all ranks have. It lives as long as ``comm``.
     """
+    check_comm(comm)
     return _saver_of(comm).start(state, path, rename=rename, timeout_s=timeout_s)
 
 

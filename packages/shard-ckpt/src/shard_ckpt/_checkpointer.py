@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shard_ckpt._agree import agree, attempt
+from shard_ckpt._agree import agree, attempt, check_comm
 from shard_ckpt._async import Saver
 from shard_ckpt._draft import discard, draft_is_live, is_draft
 from shard_ckpt._errors import CheckpointError
@@ -55,6 +55,7 @@ class Checkpointer:
         async_: bool = False,
         timeout_s: float | None = None,
     ) -> None:
+        check_comm(comm)
         if keep is not None and keep < 1:
             raise ValueError(f"keep: expected at least 1, or None for all, got {keep}")
         if every is not None and every < 1:
@@ -102,7 +103,7 @@ class Checkpointer:
             Whether the step was due. With ``async_`` it is being saved then.
 
         Raises:
-            FileExistsError: the step is there already.
+            FileExistsError: the step is there already, or a folder without a marker in its place.
             Exception: as for ``save``; with ``async_`` as for ``save_async``.
 
         **Collective**: all ranks of the comm.
@@ -251,8 +252,15 @@ def why_not_committed(path: Place) -> str | None:
     try:
         read_marker(path)
     except (CheckpointError, OSError) as exc:
-        return str(exc)
+        return reason_below(path, exc)
     return None
+
+
+def reason_below(path: Place, exc: Exception) -> str:
+    """Return what an error says, for a reader who knows the folder that it begins with. Local."""
+    if isinstance(exc, OSError) and exc.strerror is not None:
+        return exc.strerror
+    return str(exc).removeprefix(f"{path}").lstrip("/: ")
 
 
 def remove_checkpoint(place: Place) -> None:

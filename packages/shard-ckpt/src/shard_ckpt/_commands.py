@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shard_ckpt._checkpointer import Checkpointer, remove_checkpoint, why_not_committed
+from shard_ckpt._checkpointer import (
+    Checkpointer,
+    reason_below,
+    remove_checkpoint,
+    why_not_committed,
+)
 from shard_ckpt._convert import convert
 from shard_ckpt._diff import diff
 from shard_ckpt._draft import is_draft, sweep
@@ -54,7 +59,7 @@ def list_folder(path: str) -> Reply:
             try:
                 marker = read_marker(folder)
             except CheckpointError as exc:  # of a folder that is not called like a step
-                reason = str(exc)
+                reason = reason_below(folder, exc)
             else:
                 row = {"name": name, "bytes": marker.nbytes, "files": marker.files}
                 found.append({**row, "world_size": marker.world_size, "save_id": marker.save_id})
@@ -165,17 +170,6 @@ def prune(path: str, *, keep: int, dry_run: bool) -> Reply:
     return Reply({"removed": names, "dry_run": dry_run}, [f"{verb} {name}" for name in names])
 
 
-def _with_lists(node: Any) -> Any:
-    """Return values with plain lists of what ranks stored."""
-    if isinstance(node, dict):
-        return {key: _with_lists(item) for key, item in node.items()}
-    if isinstance(node, RankValues):
-        return list(node)
-    if type(node) in (list, tuple):
-        return type(node)(map(_with_lists, node))
-    return node
-
-
 def _value_lines(node: Any, path: str) -> list[str]:
     if isinstance(node, dict) and node:
         return [
@@ -183,5 +177,15 @@ def _value_lines(node: Any, path: str) -> list[str]:
             for key, item in node.items()
             for line in _value_lines(item, f"{path}.{key}" if path else str(key))
         ]
-    text = repr(node)
-    return [f"{path} = {text if len(text) <= 100 else f'{text[:97]}...'}"] if path else []
+    text = " ".join(line.strip() for line in repr(node).splitlines())  # of tensors several
+    what = f"{path} (per rank)" if isinstance(node, RankValues) else path
+    return [f"{what} = {text if len(text) <= 100 else f'{text[:97]}...'}"] if path else []
+
+
+def _with_lists(node: Any) -> Any:
+    """Return stored values with a plain list for each ``RankValues``."""
+    if isinstance(node, Mapping):
+        return {key: _with_lists(item) for key, item in node.items()}
+    if isinstance(node, RankValues):
+        return list(node)
+    return type(node)(map(_with_lists, node)) if type(node) in (list, tuple) else node

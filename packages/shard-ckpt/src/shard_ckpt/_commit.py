@@ -155,11 +155,11 @@ def commit(
 def _open_draft(
     prepared: Prepared, path: str | os.PathLike[str], comm: Comm, stack: ExitStack
 ) -> _Opened:
-    text = os.fspath(path)
+    target, text = place_of(path), os.fspath(path)
     if comm.rank != 0:
         return _Opened(prepared, text, None, "")
     save_id = uuid.uuid4().hex
-    draft = draft_for(place_of(path), save_id)
+    draft = draft_for(target, save_id)
     stack.enter_context(draft)
     return _Opened(prepared, text, draft, save_id)
 
@@ -190,8 +190,8 @@ def _check_alike(
         for name in sorted(expected.keys() | got.keys()):
             if expected.get(name) != got.get(name):
                 raise ValueError(
-                    f"{name}: expected {expected.get(name, 'nothing')} as on rank 0, got "
-                    f"{got.get(name, 'nothing')} (rank {rank} of {comm.size}); all ranks must save "
+                    f"{name}: expected {_told(expected.get(name))} as on rank 0, got "
+                    f"{_told(got.get(name))} (rank {rank} of {comm.size}); all ranks must save "
                     f"the same names, dtypes and shapes"
                 )
         for row, other in zip(rows[0], theirs, strict=True):
@@ -201,6 +201,17 @@ def _check_alike(
                     f"must hold their per-rank values in the same order"
                 )
     raise AssertionError("ranks differ in structure, yet in no row")
+
+
+def _told(row: Sequence[Any] | None) -> str:
+    """Return what a row without its name says, as people read it."""
+    if row is None:
+        return "nothing"
+    if len(row) == 1:
+        return "a value per rank"
+    dtype, shape, shards, ties = row
+    cut = "" if shards is None else f", cut over {shards} ranks"
+    return f"{dtype} of shape {shape}{cut}" + (f", one with {', '.join(ties)}" if ties else "")
 
 
 def _write_own(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -19,7 +20,9 @@ from shard_ckpt._marker import MARKER_NAME
 from shard_ckpt._own_read import read_hf, read_own
 from shard_ckpt._places import Place, names_in, place_of
 from shard_ckpt._remote import RemotePath
-from shard_ckpt._torch_file import as_sections, load_torch
+from shard_ckpt._torch_file import as_sections, inert_name, load_torch
+
+_HOW_TO_SKIP = "skip=[...] in Python, --skip on the command line"
 
 
 def convert(
@@ -57,12 +60,15 @@ def convert(
         CheckpointError: the source is damaged or not understood.
         FileExistsError: ``path`` exists.
         ValueError: a format or section that there is not.
-        TypeError: the source holds a value that cannot be stored.
+        TypeError: the source holds a value that cannot be stored, or ``skip`` is a string.
         OSError: reading or writing failed; nothing is left at ``path``.
 
-    **Collective**: local; one process.
+    **Collective**: local; for one process, on rank 0 say. Of several that make one target, all but
+    the first raise FileExistsError.
     **Memory**: one tensor at a time, twice where a tensor is stored in chunks.
     """
+    if isinstance(skip, str):
+        raise TypeError(f"skip: expected a sequence of sections, got the string {skip!r}")
     where, target = place_of(source), place_of(path)
     if source_format == "auto":
         source_format = detect(where)
@@ -76,10 +82,16 @@ def convert(
         raise ValueError(f"{where}: {source_format} is read from folders only; copy it to one")
     lazy = LazyTensors()
     state = _renamed(_READERS[source_format](where, lazy), sections or {}, skip)
-    if target_format == "dcp":
-        write_dcp(state, target, lazy=lazy)
-    else:
-        save_lazy(state, target, lazy=lazy)
+    try:
+        (write_dcp if target_format == "dcp" else save_lazy)(state, target, lazy=lazy)
+    except FileExistsError as exc:
+        text = (
+            f"{exc.strerror or exc}; if it was made just now: convert is for one process, so call "
+            f"it on rank 0 alone"
+        )
+        raise FileExistsError(errno.EEXIST, text, str(target)) from exc
+    except TypeError as exc:
+        raise TypeError(f"{exc}; or leave its section out: {_HOW_TO_SKIP}") from exc
 
 
 def detect(path: Place) -> str:
@@ -108,6 +120,22 @@ def detect(path: Place) -> str:
     )
 
 
+def _check_made(node: Any, path: str) -> None:
+    """Raise where a pickled object stands that was not made."""
+    if isinstance(node, Mapping):
+        for key, item in node.items():
+            _check_made(item, f"{path}[{key!r}]")
+    elif type(node) in (list, tuple):
+        for at, item in enumerate(node):
+            _check_made(item, f"{path}[{at}]")
+    name = inert_name(node)
+    if name is not None:
+        raise TypeError(
+            f"state{path}: expected a tensor, number, string, bytes, None, list, tuple or mapping, "
+            f"got a pickled {name}, which is not made; leave its section out: {_HOW_TO_SKIP}"
+        )
+
+
 def _read_torch(path: Path, lazy: LazyTensors) -> dict[str, Any]:
     return as_sections(load_torch(path), label=str(path))  # mapped tensors need no stand-ins
 
@@ -115,10 +143,13 @@ def _read_torch(path: Path, lazy: LazyTensors) -> dict[str, Any]:
 def _renamed(
     state: Mapping[str, Any], sections: Mapping[str, str], skip: Collection[str]
 ) -> dict[str, Any]:
-    for name in (*sections, *skip):
-        if name not in state:
-            raise ValueError(f"sections: expected some of {sorted(state)}, got {name!r}")
+    for argument, names in (("sections", sections), ("skip", skip)):
+        for name in names:
+            if name not in state:
+                raise ValueError(f"{argument}: expected some of {sorted(state)}, got {name!r}")
     kept = [name for name in state if name not in skip]
+    for name in kept:
+        _check_made(state[name], f"[{name!r}]")
     result = {sections.get(name, name): state[name] for name in kept}
     if len(result) != len(kept):
         raise ValueError(f"sections: two of {kept} would get one name")

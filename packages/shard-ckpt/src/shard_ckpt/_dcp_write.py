@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -59,9 +58,7 @@ def write_dcp(state: Mapping[str, Any], path: Place, *, lazy: LazyTensors) -> No
         writer = FileSystemWriter(draft.path, single_file_per_rank=True, sync_files=True)
         _write(state, writer, lazy)
         _posix.sync_folder(draft.path)
-        if os.path.lexists(path):
-            raise FileExistsError(f"{path}: made by somebody else in the meantime")
-        _posix.rename(draft.path, path)
+        draft.give_name()
         _posix.sync_folder(path.parent)
 
 

@@ -70,15 +70,28 @@ class Draft:
         write_file(self.path / INDEX_NAME, encoded)
         write_file(self.path / MARKER_NAME, encode_marker(marker_for(index, encoded)))
         _posix.sync_folder(self.path)
-        if os.path.lexists(self._target):
-            raise _taken(self._target)
-        _posix.rename(self.path, self._target)
+        self.give_name()
         try:
             _posix.sync_folder(self._target.parent)
         except OSError:
             _take_back(self._target)
             raise
         self._release()
+
+    def give_name(self) -> None:
+        """Rename the folder to the target, which is not replaced. Local.
+
+        Raises:
+            FileExistsError: somebody else has made the target by now.
+        """
+        if os.path.lexists(self._target):
+            raise _taken(self._target)
+        try:
+            _posix.rename(self.path, self._target)
+        except OSError as exc:
+            if exc.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+            raise _taken(self._target) from exc
 
     def __enter__(self) -> Draft:
         return self
@@ -221,6 +234,11 @@ def _take_back(target: Path) -> None:
 
 def _taken(target: Path) -> FileExistsError:
     text = "a checkpoint is never replaced; choose another path or remove it"
+    if not (target / MARKER_NAME).exists():
+        text = (
+            f"what is there is never replaced; it has no {MARKER_NAME} marker, so it is not a "
+            f"finished checkpoint: move or delete it, or choose another path"
+        )
     return FileExistsError(errno.EEXIST, text, str(target))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shard_ckpt._agree import agree, attempt, check_same_save
+from shard_ckpt._agree import agree, attempt, check_comm, check_same_save
 from shard_ckpt._check import (
     Source,
     check_grains,
@@ -82,7 +82,8 @@ def load(
         rename: where the checkpoint calls a tensor otherwise: a mapping from the template's names
             to the checkpoint's, a function that does it, or a ``Naming`` of wrappers and ties. It
             is given names without section, and of optimizer state the parameter's; what it does
-            not change keeps its name. Optimizer state comes back under the template's names.
+            not change keeps its name. Optimizer state comes back under the template's names. With
+            ``strict`` every name in a mapping must be the template's.
         only: load only tensors of the template of which ``section: name`` fits one of these
             patterns, such as ``["model: layers.0.*"]``; ``*``, ``?`` and ``[...]`` as in file
             names. Other tensors are left as they are, whatever the checkpoint has of them. Values
@@ -109,6 +110,7 @@ def load(
     for tensors that are not read into directly (not on the CPU, or cast), and a copy of one tensor
     at a time where tensors are not contiguous.
     """
+    check_comm(comm)
     wish = _Wish(strict, cast, rename, only)
     opened = attempt(lambda: _open(state, path, comm, wish))
     heard = agree(

@@ -18,7 +18,7 @@ from shard_ckpt._leaf import Leaf
 from shard_ckpt._log import logger
 from shard_ckpt._lookup import Lookup
 from shard_ckpt._naming import Rename
-from shard_ckpt._rename import check_patterns, is_picked
+from shard_ckpt._rename import check_patterns, check_renames, is_picked
 from shard_ckpt._runs import Runs, overlaps
 
 _NUMBERED = re.compile(r": \d+#")
@@ -111,6 +111,7 @@ def match(
         TypeError: ``rename`` or ``only`` is not as described.
     """
     check_patterns(only, leaves)
+    check_renames(rename, leaves, strict=strict)
     picked = [leaf for leaf in leaves if is_picked(leaf.label, only)]
     lookup = Lookup(index.tensors, rename)
     found = {leaf.id: tensor for leaf in leaves if (tensor := lookup.find(leaf)) is not None}

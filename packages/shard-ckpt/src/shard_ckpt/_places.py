@@ -15,16 +15,24 @@ def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
     """Return a path of this system, or what a URL such as ``s3://bucket/run`` names. Local.
 
     Raises:
+        TypeError: neither a str nor an os.PathLike of one.
         ImportError: a URL, and fsspec or its part for this kind of store is not installed.
     """
     if isinstance(path, RemotePath):
         return path
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise TypeError(f"expected a path, a str or os.PathLike, got {path!r}")
     return remote_path(text) if "://" in text else Path(text)
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return a path that stays the same when the process changes its folder; URLs do. Local."""
+    """Return a path that stays the same when the process changes its folder; URLs do. Local.
+
+    Raises:
+        TypeError, ImportError: as ``place_of``.
+    """
+    place_of(path)
     text = os.fspath(path)
     return text if "://" in text else os.fspath(Path(text).absolute())
 

@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from shard_ckpt._leaf import Leaf
+from shard_ckpt._log import logger
+from shard_ckpt._naming import Naming, Rename
 
 
 def check_patterns(only: Sequence[str] | None, leaves: Iterable[Leaf]) -> None:
@@ -27,6 +29,29 @@ def check_patterns(only: Sequence[str] | None, leaves: Iterable[Leaf]) -> None:
                 f"only: no tensor of the template fits {pattern!r}; patterns are held against "
                 f"'section: name', as in 'model: layers.0.*'"
             )
+
+
+def check_renames(rename: Rename | None, leaves: Iterable[Leaf], *, strict: bool) -> None:
+    """Check that every name in a table of names is one of the template's. Local.
+
+    Raises:
+        ValueError: one is not, and ``strict``; without, it is logged.
+    """
+    table = rename.rename if isinstance(rename, Naming) else rename
+    if not isinstance(table, Mapping):
+        return
+    owners = {leaf.name.partition("#")[0] for leaf in leaves}
+    known = {rename.bare(name) for name in owners} if isinstance(rename, Naming) else owners
+    for name in table:
+        if name in known:
+            continue
+        text = f"rename: no tensor of the template is called {name!r}"
+        if strict:
+            raise ValueError(
+                f"{text}; keys are the template's names without section, of optimizer state the "
+                f"parameter's, and values the checkpoint's"
+            )
+        logger.warning("%s", text)
 
 
 def is_picked(label: str, only: Sequence[str] | None) -> bool:

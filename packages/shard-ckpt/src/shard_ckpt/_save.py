@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from shard_ckpt._agree import attempt
+from shard_ckpt._agree import attempt, check_comm
 from shard_ckpt._commit import commit, prepare
 from shard_ckpt._naming import Rename
 from shard_comm import Comm
@@ -47,5 +47,6 @@ def save(
     **Memory**: none that grows with the state; a copy of one tensor at a time where tensors are
     not contiguous; 32 MiB of pinned memory per device other than the CPU.
     """
+    check_comm(comm)
     prepared = attempt(lambda: prepare(state, comm=comm, rename=rename))
     commit(prepared, path, comm=comm, timeout_s=timeout_s)

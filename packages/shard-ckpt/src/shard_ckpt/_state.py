@@ -101,6 +101,11 @@ class _Walker:
             children = self._children(dict(enumerate(node)), prefix, path)
             self._pinned -= 1
             return type(node)(children.values())
+        if isinstance(node, (torch.nn.Module, torch.optim.Optimizer)):
+            raise TypeError(
+                f"state{path}: expected tensors or values, got the {type(node).__name__} itself; "
+                f"pass its state_dict()"
+            )
         return node
 
     def _children(self, node: Mapping[Any, Any], prefix: str, path: str) -> dict[Any, Any]:

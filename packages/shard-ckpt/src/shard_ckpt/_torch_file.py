@@ -55,7 +55,7 @@ def load_torch(path: Path) -> Any:
         if not _is_zip(path):
             return torch.load(text, map_location="cpu", weights_only=True)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(text)
-        inert: Any = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in names]
+        inert: Any = [(type(name, (Inert,), {}), name) for name in names]
         with torch.serialization.safe_globals(inert):
             return torch.load(text, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
@@ -64,6 +64,12 @@ def load_torch(path: Path) -> Any:
         raise CheckpointError(
             f"{path}: cannot be read as a torch.save file ({reason_of(exc)})"
         ) from exc
+
+
+def inert_name(value: Any) -> str | None:
+    """Return the name of the class, as pickled, of an object or class not made. Local."""
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__name__ if issubclass(kind, Inert) else None
 
 
 def reason_of(exc: Exception) -> str:
