@@ -267,6 +267,21 @@ def check_ranks_that_wait_for_each_other(comm: Comm) -> None:
     assert said == [said[0]] * comm.size
 
 
+def check_whoever_works_tells_nothing(comm: Comm) -> None:
+    """What a rank said to wait for is no longer true once it does its part of something."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    stories = part._engine.board.stories
+    out = part.empty(2 * part.size, torch.float32)
+    stories.tell("a barrier", [])
+    assert part.rank in stories.told()
+    work = part.all_gather(out, out.view(part.size, 2)[part.rank].fill_(1), async_op=True)
+    assert part.rank not in stories.told()
+    work.wait()
+    assert out.tolist() == [1.0] * out.numel()
+    part.barrier()
+
+
 def check_failing_at_once(comm: Comm) -> None:
     """Each rank finds a reason of its own at the same moment: all raise the same one."""
     part = comm.split(0)
@@ -557,6 +572,7 @@ CHECKS = [
     check_own_contributions,
     check_mismatch,
     check_ranks_that_wait_for_each_other,
+    check_whoever_works_tells_nothing,
     check_failing_at_once,
     check_names,
     check_closing,

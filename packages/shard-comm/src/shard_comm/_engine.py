@@ -21,6 +21,7 @@ from shard_comm._turn import Body, Turn, Windows
 
 _ARENA_BYTES = 1 << 40  # of the file, not of memory
 _LOOK_S = 0.05
+_SPEAK_S = 2.0  # how long the rank that speaks for all may take to, on a machine under load
 _BARRIER = Call("barrier")
 
 # A rank that waits in one group also does what others wait for in another.
@@ -183,6 +184,7 @@ class Engine:
 
     def _step(self, turn: Turn) -> None:
         assert turn.body is not None
+        self.board.stories.hush()  # what was told before is no news after this
         try:
             with torch.no_grad():
                 turn.need = next(turn.body)
@@ -235,8 +237,9 @@ class Engine:
                     continue
                 look_s = waited_s + _LOOK_S
                 missing = behind()
-                since = since or self.board.stories.beats()
                 self.board.stories.tell(what, missing)
+                if not self.board.stories.continues(since):
+                    since = self.board.stories.beats()
                 problem = self._problem(missing, what, waited_s, limit_s) or self._knot(since)
                 if problem is not None and not done():
                     raise self.failure(problem)
@@ -307,7 +310,7 @@ class Engine:
             claimed = self.file.claim(self.size)
             for earlier in self.board.last_words().values():
                 return earlier
-            if claimed or patience.waited_s > _LOOK_S:  # who claimed it stands still
+            if claimed or patience.waited_s > _SPEAK_S:  # who claimed it stands still
                 return reason
             patience.pause()
 
