@@ -164,14 +164,14 @@ def main(argv: list[str] | None = None) -> int:
     lines = [["model", "step ms", "to bare", "peak GiB", "grew B"]]
     for row in rows:
         ratio = row.step_ms / rows[0].step_ms
-        figures = f"{row.step_ms:.1f}", f"{ratio:.3f}", f"{row.peak_gib:.2f}"
-        lines.append([row.name, *figures, str(row.peak_grew_bytes)])
+        shown = f"{row.step_ms:.1f}", f"{ratio:.3f}", f"{row.peak_gib:.2f}"
+        lines.append([row.name, *shown, str(row.peak_grew_bytes)])
     print_table(lines)
     print(f"full-size copies in a step of ours: {len(copies)}")
     for copied in copies:
         print(f"  {copied}")
-    figures_of = [asdict(row) for row in rows]
-    write_json(arguments.json, {"rows": figures_of, "full_size_copies": copies})
+    figures = {"rows": [asdict(row) for row in rows], "full_size_copies": copies}
+    write_json(arguments.json, figures)
     mine = rows[1]
     return 0 if mine.peak_grew_bytes == 0 and not copies else 1
 

@@ -128,7 +128,8 @@ def bench_rank(
             if turn:  # the first round warms up
                 mine.append(pair[0])
                 his.append(pair[1])
-        wall, busy = (([a[i] for a in mine], [b[i] for b in his]) for i in (0, 1))
+        wall = [took.wall_s for took in mine], [took.wall_s for took in his]
+        busy = [took.busy_s for took in mine], [took.busy_s for took in his]
         rows.append(row_of(f"{name}, s", reference, *wall, target=target, faster=True))
         rows.append(row_of(f"{name}, s of processor", reference, *busy, faster=True))
     return rows
