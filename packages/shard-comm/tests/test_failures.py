@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from shard_comm import Comm, GroupComm
+from shard_comm import Comm, GroupComm, _roll
 from shard_comm._roll import GRACE_S, Inquiry, Roll
 from shard_testing import run_ranks
 
@@ -105,7 +106,7 @@ def test_who_waits_in_this_call_or_a_later_one_has_come() -> None:
 def test_a_rank_that_speaks_late_is_heard() -> None:
     """It waits for less time than the one that gives up: within the grace it says so."""
     first, second = rolls(2)
-    inquiry = Inquiry(first, 1)
+    inquiry = Inquiry(first, 1, "barrier()")
     inquiry.start()
     heard: list[str] = []
     asking = threading.Thread(target=lambda: heard.append(inquiry.result()))
@@ -117,11 +118,39 @@ def test_a_rank_that_speaks_late_is_heard() -> None:
 
 def test_many_ranks_are_not_all_listed() -> None:
     roll = rolls(40)[3]
-    inquiry = Inquiry(roll, 1)
+    inquiry = Inquiry(roll, 1, "barrier()")
     inquiry.start()
     assert re.fullmatch(
         r"rank 3 arrived, 39 ranks \[0, 1, 2, 4, .*, 16\] and so on did not", inquiry.result()
     )
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+        self.came = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
+        self.came.set()
+
+
+def test_a_long_wait_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_roll, "_WARN_S", _roll.SLOW_S)
+    heard = Heard()
+    logger = logging.getLogger("shard_comm")
+    logger.addHandler(heard)
+    inquiry = Inquiry(rolls(3)[0], 1, "barrier()")
+    try:
+        inquiry.start()
+        assert heard.came.wait(30)
+    finally:
+        logger.removeHandler(heard)
+        inquiry.dismiss()
+    assert heard.text == "barrier() on rank 0 of 3 waited 1 s for ranks [1, 2]"
 
 
 class Deaf(Roll):
@@ -142,7 +171,7 @@ class Gone(Roll):
     ("kind", "why"), [(Deaf, "the store does not answer"), (Gone, "the store failed: Broken pipe")]
 )
 def test_a_store_that_is_gone_delays_nobody_for_long(kind: type[Roll], why: str) -> None:
-    inquiry = Inquiry(kind(HashStore(), 0, 2), 1)
+    inquiry = Inquiry(kind(HashStore(), 0, 2), 1, "barrier()")
     inquiry.start()
     began = time.monotonic()
     assert inquiry.result() == (
@@ -153,7 +182,7 @@ def test_a_store_that_is_gone_delays_nobody_for_long(kind: type[Roll], why: str)
 
 def test_a_wait_that_ends_well_asks_nothing() -> None:
     first, _ = rolls(2)
-    inquiry = Inquiry(first, 1)
+    inquiry = Inquiry(first, 1, "barrier()")
     inquiry.start()
     inquiry.dismiss()
     inquiry.join(10)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shard_comm import Comm, SharedMemoryComm, SoloComm
+from shard_comm import Comm, SharedMemoryComm, SoloComm, _engine
 from shard_comm._board import SLOTS
 from shard_comm._turn import Body
 from shard_testing import run_ranks, run_threads
@@ -267,19 +267,39 @@ def check_ranks_that_wait_for_each_other(comm: Comm) -> None:
     assert said == [said[0]] * comm.size
 
 
-def check_whoever_works_tells_nothing(comm: Comm) -> None:
-    """What a rank said to wait for is no longer true once it does its part of something."""
+def check_waiting_in_turns(comm: Comm) -> None:
+    """Ranks in step wait for what others do next, and look at each other all the time."""
+    usual, _engine._LOOK_S = _engine._LOOK_S, 0.0
+    try:
+        found = large_values(comm.split(0), "elsewhere")
+    finally:
+        _engine._LOOK_S = usual
+    assert found == large_values(comm, "elsewhere")
+
+
+def check_long_wait(comm: Comm) -> None:
+    """Rank 0 waits, and its warning is what the others wait for before they come."""
+    store = dist.distributed_c10d._get_default_store()
+    logger, handler, said = logging.getLogger("shard_comm"), logging.Handler(), []
+
+    def emit(record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        store.set("warned", "")
+
+    handler.emit = emit  # type: ignore[method-assign]
     part = comm.split(0)
-    assert isinstance(part, SharedMemoryComm)
-    stories = part._engine.board.stories
-    out = part.empty(2 * part.size, torch.float32)
-    stories.tell("a barrier", [])
-    assert part.rank in stories.told()
-    work = part.all_gather(out, out.view(part.size, 2)[part.rank].fill_(1), async_op=True)
-    assert part.rank not in stories.told()
-    work.wait()
-    assert out.tolist() == [1.0] * out.numel()
-    part.barrier()
+    if comm.rank == 0:
+        usual, _engine._WARN_S = _engine._WARN_S, 0.1
+        logger.addHandler(handler)
+        part.barrier()
+        logger.removeHandler(handler)
+        _engine._WARN_S = usual
+        size, others = comm.size, list(range(1, comm.size))
+        awaited = f"barrier() on rank 0 of {size} waited 0.1 s for ranks {others}"
+        assert said == [f"{awaited}; ranks [0] had arrived"]
+    else:
+        store.wait(["warned"])
+        part.barrier()
 
 
 def check_failing_at_once(comm: Comm) -> None:
@@ -572,7 +592,8 @@ CHECKS = [
     check_own_contributions,
     check_mismatch,
     check_ranks_that_wait_for_each_other,
-    check_whoever_works_tells_nothing,
+    check_waiting_in_turns,
+    check_long_wait,
     check_failing_at_once,
     check_names,
     check_closing,

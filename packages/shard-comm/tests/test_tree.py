@@ -108,6 +108,18 @@ def test_worked_example_of_parts() -> None:
     assert out.tolist() == [5.5, 22.0, 33.0]
 
 
+@pytest.mark.parametrize("divisor", [2, 3, 4])
+def test_parts_are_divided_to_the_same_bits(divisor: int) -> None:
+    """Also numbers that are rounded when they are halved, and those that are none."""
+    tiny = torch.finfo(torch.float32).smallest_normal
+    values = torch.tensor([tiny / 2**23, 3 * tiny / 2**23, 5 * tiny / 2**22, tiny, 3e38])
+    values = torch.cat([values, torch.tensor([torch.inf, torch.nan]), torch.randn(99)])
+    out = torch.empty_like(values)
+    nothing = torch.zeros_like(values)
+    sum_parts([nothing, nothing], out, mine=1, own=[values], divisor=divisor)
+    assert torch.equal(out.view(torch.int32), (values / divisor).view(torch.int32))
+
+
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_parts_are_added_in_the_same_tree(count: int, narrow: bool) -> None:

@@ -44,6 +44,25 @@ def _materialized(comm: Comm) -> dict[str, torch.Tensor]:
     return _full(model)
 
 
+def _drawn_in(comm: Comm) -> list[tuple[int, int]]:
+    model, places = _on_meta(), []
+
+    def fill(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        storage = tensor.untyped_storage()
+        places.append((storage.data_ptr(), storage.nbytes()))
+        tensor.zero_()
+
+    fully_shard(model, mesh=comm, policy=by_class(DecoderBlock))
+    materialize(model, fill)
+    return places
+
+
+def test_values_are_drawn_in_memory_of_the_largest_parameter() -> None:
+    for places in run_threads(_drawn_in, 2):
+        assert len(places) == 15
+        assert set(places) == {(places[0][0], 72 * 24 * 4)}
+
+
 def test_materialized_weights_do_not_depend_on_the_world_size() -> None:
     (alone,) = run_threads(_materialized, 1)
     assert alone["norm.weight"].tolist() == [len("norm.weight")] * 24

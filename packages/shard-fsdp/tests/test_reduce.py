@@ -46,6 +46,37 @@ def _make(
     return GradReducer(layout, params, context=context, dtype=dtype, wire=wire or dtype)
 
 
+class _Memory(Recorded):
+    """Keeps what ``empty`` gave out."""
+
+    def __init__(self, inner: Comm) -> None:
+        super().__init__(inner)
+        self.given: list[torch.Tensor] = []
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.given.append(super().empty(numel, dtype))
+        return self.given[-1]
+
+
+def _where_gradients_lie(comm: Comm) -> tuple[list[int], bool]:
+    memory = _Memory(comm)
+    reducer = _make(memory, UnitSettings())
+    reducer.receive(0, torch.ones(3))
+    reducer.launch()
+    reducer.finish()
+    grad = reducer._handout.params[0].grad
+    assert isinstance(grad, ShardTensor)
+    place = grad.local.untyped_storage().data_ptr()
+    return [t.numel() for t in memory.given], place == memory.given[-1].data_ptr()
+
+
+def test_gradients_lie_in_memory_of_the_comm() -> None:
+    """A buffer for all of both ranks, then one for the slice that stays."""
+    for sizes, there in run_threads(_where_gradients_lie, 2):
+        assert sizes == [8, 4]
+        assert there
+
+
 def _full_grads(reducer: GradReducer) -> list[list[float] | None]:
     grads = []
     for param in reducer._handout.params:

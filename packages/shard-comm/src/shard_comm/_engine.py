@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from math import inf
 
 import torch
 
@@ -19,9 +21,11 @@ from shard_comm._patience import SPINS, Patience
 from shard_comm._shared_file import PAGE, SharedFile
 from shard_comm._turn import Body, Turn, Windows
 
+logger = logging.getLogger("shard_comm")
+
 _ARENA_BYTES = 1 << 40  # of the file, not of memory
 _LOOK_S = 0.05
-_SPEAK_S = 2.0  # how long the rank that speaks for all may take to, on a machine under load
+_WARN_S = 10.0
 _BARRIER = Call("barrier")
 
 # A rank that waits in one group also does what others wait for in another.
@@ -72,6 +76,7 @@ class Engine:
         self._windows = Windows(file)
         self._crowded = True
         self._spins = 0
+        self._steps = 0
         self._lock = threading.RLock()
         self._seq = 0
         self._under_way: dict[int, Turn] = {}
@@ -184,7 +189,8 @@ class Engine:
 
     def _step(self, turn: Turn) -> None:
         assert turn.body is not None
-        self.board.stories.hush()  # what was told before is no news after this
+        self._steps += 1
+        self.board.stories.hush()
         try:
             with torch.no_grad():
                 turn.need = next(turn.body)
@@ -224,28 +230,32 @@ class Engine:
     ) -> None:
         """Return when ``done()``; raise when ``behind()``, the awaited ranks, cannot do it."""
         patience = Patience(crowded=self._crowded)
-        look_s = _LOOK_S
+        look_s, warn_s = _LOOK_S, _WARN_S
         since: list[int] = []
+        steps = self._steps
         try:
             while not done():
                 patience.pause()
                 if patience.spinning:
                     continue
                 _advance_all()
+                if self._steps != steps:  # what ranks waited for before may be what this was
+                    steps, since = self._steps, []
                 waited_s = patience.waited_s
                 if waited_s < min(look_s, limit_s):
                     continue
                 look_s = waited_s + _LOOK_S
                 missing = behind()
+                since = since or self.board.stories.beats()
                 self.board.stories.tell(what, missing)
-                if not self.board.stories.continues(since):
-                    since = self.board.stories.beats()
+                if waited_s >= warn_s:
+                    warn_s = inf
+                    logger.warning("%s", self._waits(what, _WARN_S, missing))
                 problem = self._problem(missing, what, waited_s, limit_s) or self._knot(since)
                 if problem is not None and not done():
                     raise self.failure(problem)
         finally:
-            if since:
-                self.board.stories.hush()
+            self.board.stories.hush()
 
     def _problem(
         self, missing: list[int], what: str, waited_s: float, limit_s: float
@@ -267,12 +277,15 @@ class Engine:
                 f"{here}: {names} is gone: it died, exited or let go of the comm; ranks "
                 f"{arrived} had arrived"
             )
-        if waited_s >= limit_s:
-            awaited = [number[rank] for rank in missing]
-            others = "".join(f"; {w}" for w in self._told(self.board.stories.told(), missing))
-            waited = f"{here} waited {limit_s:g} s for ranks {awaited}"
-            return f"{waited}; ranks {arrived} had arrived{others}"
-        return None
+        return self._waits(what, limit_s, missing) if waited_s >= limit_s else None
+
+    def _waits(self, what: str, waited_s: float, missing: list[int]) -> str:
+        """How long, for whom, and what those wait for who are elsewhere."""
+        awaited = [self._numbers[rank] for rank in missing]
+        arrived = [self._numbers[rank] for rank in range(self.size) if rank not in missing]
+        others = "".join(f"; {w}" for w in self._told(self.board.stories.told(), missing))
+        waited = f"{what} on {self._me} waited {waited_s:g} s for ranks {awaited}"
+        return f"{waited}; ranks {arrived} had arrived{others}"
 
     def _knot(self, since: list[int]) -> str | None:
         """Why waiting on makes no sense where ranks wait for each other."""
@@ -310,7 +323,7 @@ class Engine:
             claimed = self.file.claim(self.size)
             for earlier in self.board.last_words().values():
                 return earlier
-            if claimed or patience.waited_s > _SPEAK_S:  # who claimed it stands still
+            if claimed or patience.waited_s > _LOOK_S:  # who claimed it stands still
                 return reason
             patience.pause()
 

@@ -369,7 +369,7 @@ class GroupComm(Comm):
             inquiry = None
             try:
                 if self._backend == "gloo":
-                    inquiry = self._first_wait(work, call, limit_s)
+                    inquiry = self._first_wait(work, call, what, limit_s)
                     if inquiry is None:
                         return
                 if host_wait:
@@ -379,7 +379,7 @@ class GroupComm(Comm):
             except RuntimeError as error:
                 waited_s = time.monotonic() - began
                 if inquiry is None:
-                    inquiry = self._inquire(call)
+                    inquiry = self._inquire(call, what)
                 raise RuntimeError(
                     f"{what} failed on rank {self.rank} of {self.size} after {waited_s:.1f} s "
                     f"(limit {limit_s:g} s); {inquiry.result()}: {error}"
@@ -390,7 +390,7 @@ class GroupComm(Comm):
 
         return Work(finish)
 
-    def _first_wait(self, work: Any, call: int, limit_s: float) -> Inquiry | None:
+    def _first_wait(self, work: Any, call: int, what: str, limit_s: float) -> Inquiry | None:
         """Wait a little; None if that is enough, else tell the others where this rank is.
 
         Over Gloo a wait may be given up and taken up again, and an error comes again.
@@ -398,7 +398,7 @@ class GroupComm(Comm):
         try:
             work.wait(timedelta(seconds=min(SLOW_S, limit_s / 2)))
         except RuntimeError:
-            return self._inquire(call)
+            return self._inquire(call, what)
         return None
 
     def _wait_until(self, work: Any, end_s: float, inquiry: Inquiry | None) -> None:
@@ -419,8 +419,8 @@ class GroupComm(Comm):
             else:
                 return
 
-    def _inquire(self, call: int) -> Inquiry:
-        inquiry = Inquiry(self._roll, call, listening=self._watch is not None)
+    def _inquire(self, call: int, what: str) -> Inquiry:
+        inquiry = Inquiry(self._roll, call, what, listening=self._watch is not None)
         inquiry.start()
         return inquiry
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Sequence
+from math import inf
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -13,10 +15,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shard_comm._calls import listed
 
+logger = logging.getLogger("shard_comm")
+
 SLOW_S = 1.0
 """How long a rank waits before it tells the store where it is."""
 GRACE_S = SLOW_S + 0.5
 """How long a rank whose wait failed listens for the others; they speak within ``SLOW_S``."""
+_WARN_S = 10.0
 _ANSWER_S = 1.0
 _AGAIN_S = 0.1
 _END = "end"
@@ -98,25 +103,28 @@ class Roll:
 
 
 class Inquiry(threading.Thread):
-    """Says where this rank waits, and asks where the others do once the wait has failed.
+    """Says where this rank waits, and asks where the others do.
 
-    A thread, since a store on a host that is gone may never answer.
+    It asks once the wait has failed, and after ten seconds for the log. A thread, since a store on
+    a host that is gone may never answer.
 
     Args:
         roll: of the group.
         call: the number of the collective that is slow.
+        what: the collective, for the log.
         listening: whether to ask meanwhile for a rank that comes to no more calls.
 
     Attributes:
         heard: why one does not, once that is known.
     """
 
-    def __init__(self, roll: Roll, call: int, *, listening: bool = False) -> None:
+    def __init__(self, roll: Roll, call: int, what: str, *, listening: bool = False) -> None:
         super().__init__(name=f"shard-comm-call-{call}", daemon=True)
         self.heard = ""
         self._listening = listening
         self._roll = roll
         self._call = call
+        self._what = what
         self._over = threading.Event()
         self._failed = False
         self._missing: list[int] | None = None
@@ -126,8 +134,13 @@ class Inquiry(threading.Thread):
         """Write, wait for the end of the collective, and ask if it was a bad one."""
         try:
             self._roll.write(self._call)
-            while not self._over.wait(SLOW_S if self._listening else None):
-                self.heard = self._roll.ended()
+            warn_at = time.monotonic() + _WARN_S - SLOW_S
+            while not self._over.wait(SLOW_S):
+                if self._listening:
+                    self.heard = self._roll.ended()
+                if time.monotonic() >= warn_at:
+                    warn_at = inf
+                    self._warn()
             until = time.monotonic() + GRACE_S
             while self._failed and self._missing != []:
                 self._missing = self._roll.missing(self._call)
@@ -136,6 +149,13 @@ class Inquiry(threading.Thread):
                 time.sleep(_AGAIN_S)
         except RuntimeError as error:
             self._trouble = f"the store failed: {error}"
+
+    def _warn(self) -> None:
+        missing = self._roll.missing(self._call)
+        if missing:
+            me, size = self._roll.rank, self._roll.size
+            waited = f"{self._what} on rank {me} of {size} waited {_WARN_S:g} s"
+            logger.warning("%s for %s", waited, listed(missing))
 
     def dismiss(self) -> None:
         """End the thread: there is nothing to ask, or no more. Local."""

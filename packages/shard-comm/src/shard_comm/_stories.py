@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-STORY_BYTES = 512  # [heartbeats, bytes of text, awaited ranks, text]
+STORY_BYTES = 512  # [chapter and heartbeats, bytes of text, awaited ranks, text]
 _MASK_BYTES = 128
 _TEXT_BYTES = STORY_BYTES - 16 - _MASK_BYTES
 _BEATS = 3
-_TALE = 1 << 32  # heartbeats of one uninterrupted story, at most
+_CHAPTER = 1 << 32  # of heartbeats; far more than one wait has
 
 
 class Stories:
     """One line for each rank that has waited for a while: for what, and for whom.
 
     Ranks that wait for each other would wait for ever: one is in a barrier, say, and the other at
-    a shared array. A rank tells its story again and again, and is silent before it does anything
-    that another one may wait for. So whoever sees stories three times, of ranks none of which was
-    silent in between, knows that each was told after the last thing that any of them did.
+    a shared array. A rank tells its story again and again, each time after it has looked whether
+    it can go on, and a new chapter begins when it does. Where all of a ring of ranks told theirs
+    three times, while none of them got any further, none of them ever will.
 
     Args:
         memory: ``size * STORY_BYTES`` bytes that all ranks map, zero at first.
@@ -34,14 +34,11 @@ class Stories:
         self._rank = rank
         self._size = size
         self._fence = fence
+        self._tells = False
 
     def tell(self, what: str, awaited: Sequence[int]) -> None:
         """Say what this rank waits for, and for which ranks. Local."""
         start = self._rank * STORY_BYTES
-        beats, length = self._words[start // 8 : start // 8 + 2]
-        if not length:  # whoever sees the story must not count heartbeats of an earlier one
-            beats = (beats // _TALE + 1) * _TALE
-            self._words[start // 8] = beats
         mask = sum(1 << rank for rank in awaited if rank < 8 * _MASK_BYTES)
         text = what.encode()[:_TEXT_BYTES]
         self._bytes[start + 16 : start + 16 + _MASK_BYTES] = mask.to_bytes(_MASK_BYTES, "little")
@@ -50,19 +47,22 @@ class Stories:
         if self._fence is not None:
             self._fence()
         self._words[start // 8 + 1] = len(text)
-        self._words[start // 8] = beats + 1
+        self._words[start // 8] += 1
+        self._tells = True
 
     def hush(self) -> None:
-        """Say that this rank does not only wait. Local."""
-        self._words[self._rank * STORY_BYTES // 8 + 1] = 0
+        """Say, before others can see it, that this rank goes on. Local."""
+        if self._tells:
+            self._tells = False
+            start = self._rank * STORY_BYTES // 8
+            self._words[start + 1] = 0
+            self._words[start] += _CHAPTER
+            if self._fence is not None:
+                self._fence()
 
     def beats(self) -> list[int]:
-        """Return how often each rank has told what it waits for. Local."""
+        """Return each rank's chapter, and how often it told what it waits for. Local."""
         return [self._words[rank * STORY_BYTES // 8] for rank in range(self._size)]
-
-    def continues(self, since: Sequence[int]) -> bool:
-        """Whether no rank has begun another story since ``beats()`` was this. Local."""
-        return [each // _TALE for each in self.beats()] == [each // _TALE for each in since]
 
     def told(self) -> dict[int, str]:
         """Return what the ranks wait for that wait now. Local."""
@@ -76,22 +76,23 @@ class Stories:
                 found[rank] = text.decode(errors="replace")
         return found
 
-    def knot(self, since: Sequence[int]) -> dict[int, str]:
+    def knot(self, since: list[int]) -> dict[int, str]:
         """Return what the ranks wait for that wait for each other, this one among them. Local.
 
         Args:
-            since: ``beats()`` at a time when this rank had told what it waits for.
+            since: ``beats()`` when this rank's wait began, or it last got further; brought up to
+                date for ranks that got further since.
         """
-        told = self.told()
-        awaited = {rank: self._awaited(rank) for rank in told}
+        beats = self.beats()
+        for rank, count in enumerate(beats):
+            if count // _CHAPTER != since[rank] // _CHAPTER:
+                since[rank] = count
         if self._fence is not None:
             self._fence()
-        if not self.continues(since):
-            return {}
-        beats = self.beats()
+        told = self.told()
         bound = {rank for rank in told if rank == self._rank or beats[rank] >= since[rank] + _BEATS}
         while True:
-            held = {rank for rank in bound if awaited[rank] & bound}
+            held = {rank for rank in bound if self._awaited(rank) & bound}
             if held == bound:
                 break
             bound = held

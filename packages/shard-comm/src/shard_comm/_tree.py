@@ -130,7 +130,15 @@ def sum_parts(
         else:
             _add_up(now, into, 1)
         if divisor != 1:
-            into.div_(divisor)
+            _divide(into, divisor)
+
+
+def _divide(sums: torch.Tensor, divisor: int) -> None:
+    """Divide in place, by a power of two as a product: the same bits in less time."""
+    if divisor & (divisor - 1):
+        sums.div_(divisor)
+    else:
+        sums.mul_(1 / divisor)
 
 
 def _spans(

@@ -54,23 +54,21 @@ class GradBuffer:
         ]
         self._gaps = layout.gaps()
         self._data: torch.Tensor | None = None
-        self._slots: list[torch.Tensor] = []
+        self._slots: dict[int, torch.Tensor] = {}  # made when they are first written
         self._kept: dict[int, torch.Tensor] = {}  # gradients that were not copied
 
     def receive(self, index: int, grad: torch.Tensor, *, scale: float) -> None:
         """Take parameter ``index``'s gradient, in its global shape, times ``scale``. Local."""
-        self._make()
-        slot = self._slots[index]
         if index in self._kept:
             self._kept[index] = self._kept[index] + grad  # a hook may have kept it, too
         elif self.arrived[index]:
-            slot.add_(grad, alpha=scale)
+            self._slot(index).add_(grad, alpha=scale)
         elif scale != 1:
-            torch.mul(grad, scale, out=slot)
+            torch.mul(grad, scale, out=self._slot(index))
         elif self._may_keep[index] and self._is_read_in_place(grad) and _is_sole(grad):
             self._kept[index] = grad
         else:
-            slot.copy_(grad)
+            self._slot(index).copy_(grad)
         self.arrived[index] = True
 
     def accumulate(self) -> None:
@@ -79,7 +77,7 @@ class GradBuffer:
         if self._data is None:
             return
         for index, grad in self._kept.items():
-            self._slots[index].copy_(grad)
+            self._slot(index).copy_(grad)
         self._kept = {}
         if self._data.dtype != self._dtype:
             narrow, self._data = self._data, None
@@ -93,9 +91,9 @@ class GradBuffer:
             parts may lie elsewhere.
         """
         data, arrived = self._make(), self.arrived
-        for slot, there in zip(self._slots, arrived, strict=True):
+        for index, there in enumerate(arrived):
             if not there:
-                slot.zero_()
+                self._slot(index).zero_()
         for start, stop in self._gaps:
             data[start:stop].zero_()
         numel, start = self._layout.shard_numel, 0
@@ -115,7 +113,7 @@ class GradBuffer:
         self._accumulates = False
         self._kept = {}
         self._data = None
-        self._slots = []
+        self._slots = {}
 
     @property
     def _is_narrow(self) -> bool:
@@ -133,11 +131,20 @@ class GradBuffer:
         alike = grad.dtype == self._make().dtype and grad.is_contiguous()
         return comm.reads_own and self._is_narrow and alike
 
+    def _slot(self, index: int) -> torch.Tensor:
+        """Where parameter ``index``'s gradient lies, in its shape."""
+        slot = self._slots.get(index)
+        if slot is None:
+            spec, start = self._layout.specs[index], self._layout.starts[index]
+            slot = self._make()[start : start + spec.numel].view(spec.shape)
+            self._slots[index] = slot
+        return slot
+
     def _make(self) -> torch.Tensor:
         if self._data is None:
             dtype = self._wire if self._is_narrow else self._dtype
             self._data = self._context.comm.empty(self._layout.numel, dtype)
-            self._slots = self._layout.views(self._data)
+            self._slots = {}
         return self._data
 
 

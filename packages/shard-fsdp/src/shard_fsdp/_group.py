@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shard_comm import Comm, SharedArray, Work
-from shard_flat import ParamSpec, Shadow, ShardTensor, plan_layout
+from shard_flat import ParamSpec, Shadow, ShardTensor, large_empty, plan_layout
 from shard_fsdp._assigned import find_assigned, note_owner
 from shard_fsdp._boundary import will_run
 from shard_fsdp._full import CopiedFull, Full, MappedFull, OwnShard
@@ -92,12 +92,10 @@ class ParamGroup:
         self._build()
 
     def _make_shard(self, device: torch.device) -> torch.Tensor:
-        return torch.zeros(
-            self.layout.shard_numel,
-            dtype=self.layout.dtype,
-            device=device,
-            pin_memory=self.context.pin_memory and device.type == "cpu",
-        )
+        numel, dtype = self.layout.shard_numel, self.layout.dtype
+        if self.context.pin_memory and device.type == "cpu":
+            return torch.zeros(numel, dtype=dtype, pin_memory=True)
+        return large_empty(numel, dtype, device=device).zero_()
 
     def _build(self) -> None:
         """Make what follows from the shard's dtype and device: full buffer and reducer."""
@@ -422,25 +420,35 @@ class ParamGroup:
 
     # --- whole parameters, one at a time ---
 
-    def initialise(self, fill: Callable[[str, torch.Tensor], None]) -> None:
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest full parameter. Local."""
+        return max(p.numel() * p.element_size() for p in self.sharded_params)
+
+    def initialise(self, fill: Callable[[str, torch.Tensor], None], scratch: torch.Tensor) -> None:
         """Give every parameter values, one full parameter at a time. Local.
 
         Args:
             fill: takes a name and an empty full tensor, and fills it, the same on every rank.
+            scratch: ``largest_bytes`` or more of the comm's device, where full parameters lie.
         """
         if self.shard.device.type == "meta":
-            for param in self.sharded_params:
-                piece = torch.empty_like(param.piece, device=self.context.device)
+            self.shard = self._make_shard(self.context.device)
+            for index, param in enumerate(self.sharded_params):
+                piece = self._local(index)
                 tensor = ShardTensor(piece, param.spec, comm=self.comm, mesh=self.context.mesh)
                 # the parameter object stays, so optimizers built before keep it
                 torch.utils.swap_tensors(param, nn.Parameter(tensor, param.requires_grad))
-            self._relink([p.piece for p in self.sharded_params])
+            self._build()
         for index in range(len(self.sharded_params)):
-            self._initialise_one(index, fill)
+            self._initialise_one(index, fill, scratch)
 
-    def _initialise_one(self, index: int, fill: Callable[[str, torch.Tensor], None]) -> None:
+    def _initialise_one(
+        self, index: int, fill: Callable[[str, torch.Tensor], None], scratch: torch.Tensor
+    ) -> None:
         param = self.sharded_params[index]
-        full = torch.empty(param.shape, dtype=param.dtype, device=self.comm.device)
+        nbytes = param.numel() * param.element_size()
+        full = scratch[:nbytes].view(param.dtype).view(param.shape)
         fill(param.spec.name, full)
         values: list[torch.Tensor | None] = [None] * len(self.sharded_params)
         values[index] = full if param.spec.outer is None else param.spec.outer.part_of(full)

@@ -24,7 +24,8 @@ def materialize(module: nn.Module, init_fn: InitFn, *, seed: int = 0) -> nn.Modu
         module: a model on which ``fully_shard`` was called; parameters that hold values already
             are initialised anew.
         init_fn: called as ``init_fn(name, tensor, generator)`` for each parameter and buffer,
-            with its FQN and an uninitialised full tensor to fill in place.
+            with its FQN and an uninitialised full tensor to fill in place, whose memory is that of
+            the next one.
         seed: mixed with the names.
 
     Returns:
@@ -35,7 +36,7 @@ def materialize(module: nn.Module, init_fn: InitFn, *, seed: int = 0) -> nn.Modu
 
     **Collective**: local; all ranks get the same weights from the same ``init_fn`` and ``seed``.
 
-    **Memory**: the shards, and one full parameter at a time.
+    **Memory**: the shards, and the largest full parameter once.
     """
 
     def fill(name: str, tensor: torch.Tensor) -> None:
@@ -44,15 +45,15 @@ def materialize(module: nn.Module, init_fn: InitFn, *, seed: int = 0) -> nn.Modu
         generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         init_fn(name, tensor, generator)
 
-    device: torch.device | None = None
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            unit = each._shard_unit
-            device = unit.comm.device
-            if each is unit.modules[0]:
-                unit.reshard()
-                for group in unit.groups:
-                    group.initialise(fill)
+    units = [m._shard_unit for m in module.modules() if isinstance(m, FSDPModule)]
+    device = units[-1].comm.device if units else None
+    most = max((group.largest_bytes for unit in units for group in unit.groups), default=0)
+    # One piece of memory for all: one each would leave holes between the shards.
+    scratch = torch.empty(most, dtype=torch.uint8, device=device)
+    for unit in dict.fromkeys(units):
+        unit.reshard()
+        for group in unit.groups:
+            group.initialise(fill, scratch)
     for prefix, each in module.named_modules():
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.device.type == "meta":

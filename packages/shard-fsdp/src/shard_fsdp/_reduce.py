@@ -50,7 +50,8 @@ class GradReducer:
         wire: dtype that gradients appear in.
 
     **Memory**: ``layout.numel`` elements from a group's first gradient until its
-    reduction has ended, and ``layout.shard_numel`` for the gradients that come out.
+    reduction has ended, and ``layout.shard_numel`` for the gradients that come out. On CPUs both
+    are the comm's, which keeps what is given back for the next step: see its ``trim``.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class GradReducer:
         is waited for.
         """
         check_dense(self._handout.params[index].spec.name, grad, self._context)
-        self.finish()
+        if self._flight is not None:
+            self.finish()
         self._buffer.receive(index, grad, scale=self._scale)
 
     @torch.no_grad()
@@ -121,7 +123,7 @@ class GradReducer:
         wanted = self._handout.wanted(self.arrived)
         self.finish()
         buffer, own = self._buffer.take()
-        out = torch.empty(self._layout.shard_numel, dtype=self._dtype, device=self._comm.device)
+        out = self._empty_shard()
         settings = self._context.settings
         divided = (
             self._handout.divisor == self._comm.size
@@ -182,6 +184,17 @@ class GradReducer:
         self._pending = [False] * len(self._pending)
         self._partial = None
         self._buffer.clear()
+
+    def _empty_shard(self) -> torch.Tensor:
+        """Memory for the sum, which becomes the gradients; on a CPU the comm has it at hand.
+
+        A host's memory costs more to get page by page than to fill. What gradients of the last
+        step gave back to the comm serves those of this one, and its buffers on their way there.
+        """
+        numel, device = self._layout.shard_numel, self._comm.device
+        if device.type == "cpu":
+            return self._comm.empty(numel, self._dtype)
+        return torch.empty(numel, dtype=self._dtype, device=device)
 
     @property
     def _scale(self) -> float:

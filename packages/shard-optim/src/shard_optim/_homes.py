@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from shard_flat import large_empty
 from shard_optim._offload import Offload
 from shard_optim._stage import LINE_BYTES, PARTS, DeviceStage, MappedStage, Stage, Window
 from shard_optim._state_file import StateFiles, StateLost
@@ -51,7 +52,7 @@ class Home:
 
         **Collective**: local.
         """
-        return [torch.zeros(numel, dtype=dtype, device=device) for numel, dtype in sizes]
+        return [large_empty(numel, dtype, device=device).zero_() for numel, dtype in sizes]
 
     def holds(self, tensor: torch.Tensor, device: torch.device) -> bool:
         """Whether state of a parameter on a device is where it belongs. Local."""
