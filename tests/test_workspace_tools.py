@@ -334,6 +334,9 @@ class TestBench:
         stored = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
         assert [each["met"] for each in stored] == [True, not missed]
         assert stored[1]["target"] == target
+        _bench.report([free], tmp_path / "more.json", seconds=[1.5])
+        more = json.loads((tmp_path / "more.json").read_text(encoding="utf-8"))
+        assert more == {"seconds": [1.5], "rows": stored[:1]}
 
 
 def git(folder: Path, *words: str) -> None:

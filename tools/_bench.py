@@ -81,12 +81,13 @@ def make_parser(doc: str | None, *, rounds: int | None = None) -> argparse.Argum
     return parser
 
 
-def report(rows: Sequence[Row], path: Path | None) -> int:
+def report(rows: Sequence[Row], path: Path | None, **besides: Any) -> int:
     """Print rows and write them to a file if there is one; return 1 if a target is missed, else 0.
 
     Args:
         rows: one or more.
         path: of the JSON file.
+        besides: what else to write there, by name; the rows are ``rows`` then, else alone.
     """
     lines = [["measured", "against", "ours", "reference", "ratio", "target"]]
     for row in rows:
@@ -94,7 +95,8 @@ def report(rows: Sequence[Row], path: Path | None) -> int:
         bound = "-" if row.target is None else f"{'>=' if row.faster else '<='} {row.target:g}"
         lines.append([row.name, row.against, *figures, bound + ("" if row.met else ", missed")])
     print_table(lines)
-    write_json(path, [asdict(row) | {"met": row.met} for row in rows])
+    stored = [asdict(row) | {"met": row.met} for row in rows]
+    write_json(path, {**besides, "rows": stored} if besides else stored)
     return 0 if all(row.met for row in rows) else 1
 
 
