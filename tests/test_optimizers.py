@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "lion": lambda named: Lion(named, lr=1e-3),
     "adafactor": lambda named: Adafactor(named, lr=5e-2),
     "muon": lambda named, **hyper: Muon(named, lr=1e-2, **hyper),
-    "soap": lambda named, **hyper: SOAP(named, lr=1e-2, precondition_every=2, **hyper),
+    "soap": lambda named, **hyper: SOAP(named, lr=1e-2, precondition_frequency=2, **hyper),
     "soap, disk": lambda named, **hyper: SOAP(named, lr=1e-2, offload="disk", **hyper),
     "shampoo": lambda named, **hyper: Shampoo(
         named, lr=1e-2, precondition_frequency=2, max_preconditioner_dim=40, **hyper

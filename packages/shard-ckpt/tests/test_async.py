@@ -172,6 +172,19 @@ def test_it_grows_and_takes_tensors_of_inference_mode() -> None:
     assert staging.nbytes == 20480
 
 
+def test_the_path_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    handle = save_async({"m": {"w": torch.ones(3)}}, "run/a", comm=SoloComm())
+    assert gate.reached.wait(30)
+    monkeypatch.chdir("elsewhere")
+    gate.opened.set()
+    handle.wait()
+    assert os.listdir() == []
+    assert inspect(tmp_path / "run" / "a").tensors[0].name == "w"
+
+
 def test_training_goes_on_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
 
@@ -332,6 +345,23 @@ class TestCase1:
         assert second == ("later", f"{first[1]} (rank 0 of 2)", None)
         assert first[2] is None
         assert os.listdir(tmp_path) == ["b"]
+
+
+def test_a_save_whose_thread_cannot_start_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    checkpointer = Checkpointer(tmp_path, comm=SoloComm(), async_=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            checkpointer.save(1, {"m": {"w": torch.ones(3)}})
+    checkpointer.wait()  # for nothing
+    checkpointer.save(2, {"m": {"w": torch.ones(3)}})
+    checkpointer.wait()
+    assert checkpointer.steps() == [2]
 
 
 def test_a_dropped_handle_logs_its_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shard_ckpt import Checkpointer, CheckpointError, _posix
+from shard_ckpt import Checkpointer, CheckpointError, _posix, save
+from shard_ckpt._places import names_in
 from shard_comm import Comm, SoloComm
 from shard_flat import shard_tensor
 from shard_testing import run_threads
@@ -163,3 +164,44 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     for step in (-1, True, 1.0):
         with pytest.raises(ValueError, match=f"step: expected an int of at least 0, got {step}"):
             Checkpointer(tmp_path, comm=SoloComm()).path(step)  # type: ignore[arg-type]
+
+
+def test_a_step_has_one_spelling(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, comm=SoloComm())
+    checkpointer.save(7, make_state(SoloComm(), 7))
+    checkpointer.save(123456789, make_state(SoloComm(), 9))
+    save(make_state(SoloComm(), 8), tmp_path / "step-000000008", comm=SoloComm())
+    assert checkpointer.steps() == [7, 123456789]
+
+
+def test_the_folder_stays_the_same_wherever_the_process_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    checkpointer = Checkpointer("run", comm=SoloComm())
+    checkpointer.save(1, make_state(SoloComm(), 1))
+    monkeypatch.chdir("elsewhere")
+    checkpointer.save(2, make_state(SoloComm(), 2))
+    assert checkpointer.steps() == [1, 2]
+    assert os.listdir() == []
+
+
+def test_a_step_that_is_published_while_others_go_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Checkpointer(tmp_path, comm=SoloComm(), keep=1)
+    writer.save(1, make_state(SoloComm(), 1))
+    reader = Checkpointer(tmp_path, comm=SoloComm())
+    listings = []
+
+    def list_then_save(place: Path) -> list[str]:
+        listings.append(names_in(place))
+        if len(listings) < 3:
+            writer.save(len(listings) + 1, make_state(SoloComm(), 2))
+        return listings[-1]
+
+    writer._names = lambda: names_in(tmp_path)  # type: ignore[method-assign]
+    monkeypatch.setattr("shard_ckpt._checkpointer.names_in", list_then_save)
+    assert reader.latest() == 3
+    assert listings == [["step-00000001"], ["step-00000002"], ["step-00000003"]]

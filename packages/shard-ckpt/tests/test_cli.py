@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shard_ckpt import Checkpointer, main, verify
+from shard_ckpt import Checkpointer, PerRank, main, save, verify
 from shard_ckpt._screen import Bar, format_bytes, format_table
 from shard_comm import SoloComm
 
@@ -86,6 +86,40 @@ def test_inspect(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert table["world_size"] == 1
 
 
+def test_inspect_shows_what_each_rank_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"rng": PerRank({"seed": 5}), "l": [PerRank(6)]}, tmp_path / "a", comm=SoloComm())
+    _, out, _ = call(capsys, "inspect", tmp_path / "a")
+    assert out.splitlines()[2:] == ["l = [[6]]", "rng = [{'seed': 5}]"]
+    _, table = call_json(capsys, "inspect", tmp_path / "a")
+    assert table["values"] == {"l": [[6]], "rng": [{"seed": 5}]}
+
+
+def test_names_that_the_terminal_cannot_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    save({"m": {"\u00e4": W}}, folder / "a", comm=SoloComm())
+    for encoding, name in (("ascii", "\\xe4"), ("utf-8", "\u00e4")):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+        assert [main([what, str(folder / "a")]) for what in ("inspect", "verify")] == [0, 0]
+        assert f"m        {name} " in raw.getvalue().decode(encoding)
+        assert "\\udcff/a: whole and unaltered" in raw.getvalue().decode(encoding)
+
+
+def test_a_store_that_is_not_installed_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(path: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("shard_ckpt._commands.place_of", missing)
+    text = "shard ckpt: error: Install s3fs to access S3\n"
+    assert call(capsys, "ls", "s3://bucket") == (2, "", text)
+
+
 def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_dir / "step-00000010"
     assert call(capsys, "verify", path) == (0, f"{path}: whole and unaltered\n", "")
@@ -156,6 +190,8 @@ def test_prune(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, table = call_json(capsys, "prune", run_dir, "--keep", "2")
     assert table["removed"] == ["step-00000010", "step-00000020"]
     assert sorted(os.listdir(run_dir)) == ["step-00000030", "step-00000040", "step-00000050"]
+    status, _, err = call(capsys, "prune", run_dir / "none", "--keep", "2")
+    assert (status, err) == (2, f"shard ckpt: error: {run_dir / 'none'}: no such folder\n")
     status, _, err = call(capsys, "prune", run_dir, "--keep", "0")
     assert (status, err) == (2, "shard ckpt: error: --keep: expected at least 1, got 0\n")
 

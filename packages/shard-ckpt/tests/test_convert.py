@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import os
 import pickle
 from pathlib import Path
@@ -295,6 +296,25 @@ def test_to_dcp_takes_nothing_unverified(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
+def test_to_dcp_says_why_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ckpt = sharded_checkpoint(tmp_path / "c", 1)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        convert(ckpt, tmp_path / "d", target_format="dcp")
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("enforce fail")
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", broken)
+    with pytest.raises(OSError, match=r"could not write it: \[RuntimeError\('enforce fail'\)\]"):
+        convert(ckpt, tmp_path / "d", target_format="dcp")
+    assert os.listdir(tmp_path) == ["c"]
+
+
 @pytest.mark.parametrize("target_format", ["shard", "dcp"])
 def test_targets_are_never_replaced(tmp_path: Path, target_format: str) -> None:
     folder = make_dcp(tmp_path / "d")
@@ -302,3 +322,52 @@ def test_targets_are_never_replaced(tmp_path: Path, target_format: str) -> None:
     with pytest.raises(FileExistsError):
         convert(folder, tmp_path / "c", target_format=target_format)
     assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+
+
+def test_keys_that_are_one_as_strings_are_refused(tmp_path: Path) -> None:
+    torch.save({1: {"a": W}, "1": {"b": W}}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"two of the keys \[1, '1'\] are one as strings"):
+        convert(tmp_path / "a.pt", tmp_path / "c")
+
+
+def test_an_optimizer_keeps_its_numbers_where_names_are_not_its_own(tmp_path: Path) -> None:
+    slots = {0: {"exp_avg": W}, 1: {"exp_avg": W + 1}}
+    groups = [{"params": [n], "param_names": ["weight"]} for n in range(2)]
+    torch.save({"optim": {"state": slots, "param_groups": groups}}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "c")
+    assert [t.name for t in inspect(tmp_path / "c").tensors] == ["0#exp_avg", "1#exp_avg"]
+
+
+@pytest.mark.parametrize("groups", [3, [3], [{"param_names": ["w"]}], [{"params": [0, 1]}]])
+def test_an_optimizer_with_strange_groups_is_taken_as_it_is(tmp_path: Path, groups: Any) -> None:
+    state = {"state": {0: {"exp_avg": W}}, "param_groups": groups}
+    torch.save({"optim": state}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "c")
+    (tensor,) = inspect(tmp_path / "c").tensors
+    assert tensor.name == "0#exp_avg"
+    assert inspect(tmp_path / "c").values["optim"]["param_groups"] == groups
+
+
+@pytest.mark.parametrize("raw", [b"\x80\x02a.", b"\x80\x04\x95" + b"\xff" * 8, b"\x80\x02"])
+def test_pickles_that_break_off_are_damage(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "a.pt").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"a\.pt: cannot be read as a torch\.save file"):
+        convert(tmp_path / "a.pt", tmp_path / "c")
+    folder = make_dcp(tmp_path / "d")
+    (folder / ".metadata").write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"\.metadata: cannot be read"):
+        convert(folder, tmp_path / "c")
+
+
+def test_dcp_metadata_without_its_fields_is_damage(tmp_path: Path) -> None:
+    folder = make_dcp(tmp_path / "d")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        del info.__dict__["relative_path"]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="is said to be in None"):
+        convert(folder, tmp_path / "c")
+    del metadata.state_dict_metadata["model.a.w"].__dict__["chunks"]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata: not laid out as torch .*'chunks'"):
+        convert(folder, tmp_path / "c")

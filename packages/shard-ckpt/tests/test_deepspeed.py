@@ -342,3 +342,14 @@ def test_a_group_without_state_has_none(tmp_path: Path) -> None:
         for name in ("layers.0.bias", "scale")
         for slot in ("exp_avg", "exp_avg_sq", "step")
     ]
+
+
+@pytest.mark.parametrize("key", ["module", "frozen_param_fragments"])
+def test_model_files_without_their_fields_are_damage(tmp_path: Path, key: str) -> None:
+    write_flat_stage(tmp_path / "z", 2, 1, scaler=None)
+    file = tmp_path / "z" / "mp_rank_00_model_states.pt"
+    table = torch.load(file, weights_only=True)
+    del table[key]
+    torch.save(table, file)
+    with pytest.raises(CheckpointError, match=rf"z: not laid out as DeepSpeed does .*'{key}'"):
+        convert(tmp_path / "z", tmp_path / "c")

@@ -195,6 +195,15 @@ def test_discarding_removes_the_marker_first(
     assert os.listdir(tmp_path) == []
 
 
+def test_of_a_link_only_itself_is_discarded(tmp_path: Path) -> None:
+    with Draft(tmp_path / "a", ID) as draft:
+        draft.publish(INDEX)
+    (tmp_path / "b").symlink_to("a")
+    discard(tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a"]
+    assert read_index(tmp_path / "a") == INDEX
+
+
 def test_what_cannot_be_removed_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

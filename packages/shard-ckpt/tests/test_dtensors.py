@@ -325,3 +325,24 @@ def test_a_range_says_which_elements() -> None:
     part = Range(2, 34, 1, 4096, 7, 5)
     assert (part.numel, part.runs.length, part.row()) == (14, 2, [2, 34, 1, 4096, 7, 5])
     assert Range(2, 34, 1, 4096).row() == [2, 34, 1, 4096]
+
+
+def test_parts_that_share_memory_are_copied_each_as_a_whole(tmp_path: Path) -> None:
+    """Each local part is two runs of runs; a file has those of one tensor, then of the other."""
+    full = torch.arange(32.0).view(2, 4, 4)
+    cut: Cut = ((2, 2), (Shard(1), Shard(2)))
+
+    def rank(comm: Comm) -> None:
+        one = placed(full, comm, cut)
+        bits = one.to_local().view(torch.int32)
+        other = DTensor.from_local(
+            bits, one.device_mesh, one.placements, shape=full.shape, stride=full.stride()
+        )
+        state = {"m": {"a": one, "b": other}}
+        save_async(state, tmp_path / "a", comm=comm).wait()
+
+    run_threads(rank, 4)
+    template = {"m": {"a": torch.zeros_like(full), "b": torch.zeros_like(full).int()}}
+    load(template, tmp_path / "a", comm=SoloComm())
+    assert torch.equal(template["m"]["a"], full)
+    assert torch.equal(template["m"]["b"], full.view(torch.int32))

@@ -161,6 +161,8 @@ def test_what_does_not_fit_is_said(ckpt: Path, tmp_path: Path) -> None:
         export_hf(ckpt, out, section="ema")
     with pytest.raises(ValueError, match="expected a size such as '5GB', got 'big'"):
         export_hf(ckpt, out, max_shard_size="big")
+    with pytest.raises(ValueError, match=r"cast: expected a floating-point dtype, got torch\.int8"):
+        export_hf(ckpt, out, cast=torch.int8)
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         export_hf(tmp_path / "none", out)
     assert not out.exists()
@@ -233,6 +235,17 @@ def test_failures_leave_nothing(
     monkeypatch.setattr(_posix, op, failing)
     run_threads(rank, 2)
     assert os.listdir(folder) == []
+
+
+def test_a_file_for_which_there_is_no_space_is_named(
+    ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(_posix, "resize", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/model\.safetensors'"):
+        export_hf(ckpt, tmp_path / "hf")
 
 
 def test_dead_exports_are_swept(ckpt: Path, tmp_path: Path) -> None:

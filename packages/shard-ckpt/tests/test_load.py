@@ -251,6 +251,15 @@ def test_a_value_that_is_not_there(tmp_path: Path) -> None:
     assert out == {"step": 7, "nested": {"b": 2, "a": 1}, "rng": 5}
 
 
+def test_values_beside_tensors_in_a_sequence(tmp_path: Path) -> None:
+    path = stored(tmp_path, {"m": {"l": (torch.ones(1), 5, {"a": 6}), "s": [torch.ones(1)]}})
+    template = {"m": {"l": [torch.zeros(1), 0], "s": [torch.zeros(1), 7]}}
+    with pytest.raises(ValueError, match=r"state\['m'\]\['s'\]\[1\]: .* no such value \(1 in all"):
+        load(template, path, comm=SoloComm())
+    out = load(template, path, comm=SoloComm(), strict=False)
+    assert out == {"m": {"l": [torch.ones(1), 5, {"a": 6}], "s": [torch.ones(1), 7]}}
+
+
 def test_a_tensor_where_the_file_has_a_value_and_the_reverse(tmp_path: Path) -> None:
     path = stored(tmp_path, {"m": {"a": 1, "b": torch.ones(1), "c": [torch.ones(1)]}})
     template = {"m": {"a": torch.zeros(1), "b": 2, "c": "x"}}

@@ -139,3 +139,37 @@ def test_what_cannot_be_compared_is_refused(
     with pytest.raises(ValueError, match="m: a and m: b share memory in more than 15 places"):
         load({"m": {"a": t, "b": t.t()}}, tmp_path / "two", comm=SOLO)
     assert not t.any()
+
+
+def test_elements_that_overlap_in_steps_are_refused(tmp_path: Path) -> None:
+    save({"m": {"a": torch.arange(9.0).view(3, 3)}}, tmp_path / "a", comm=SOLO)
+    t = torch.zeros(9)
+    with pytest.raises(ValueError, match=r"m: a: elements share memory, as strides \(1, 1\)"):
+        load({"m": {"a": t.as_strided((3, 3), (1, 1))}}, tmp_path / "a", comm=SOLO)
+    assert not t.any()
+    interleaved = t.as_strided((2, 3), (1, 2))  # strides reach over one another, elements do not
+    save({"m": {"a": torch.arange(6.0).view(2, 3)}}, tmp_path / "b", comm=SOLO)
+    load({"m": {"a": interleaved}}, tmp_path / "b", comm=SOLO)
+    assert t.tolist() == [0, 3, 1, 4, 2, 5, 0, 0, 0]
+
+
+@pytest.mark.parametrize("lazy", ["conjugated", "negated"])
+def test_lazy_views_are_not_the_same_elements(tmp_path: Path, lazy: str) -> None:
+    z = torch.zeros(2, dtype=torch.complex64)
+    one, other = (z, z.conj()) if lazy == "conjugated" else (z.imag, z.conj().imag)
+    stored = torch.ones(2).to(one.dtype) * 3
+    save({"m": {"a": stored, "b": stored.clone()}}, tmp_path / "a", comm=SOLO)
+    with pytest.raises(ValueError, match=rf"m: a and m: b share memory, but .*, {lazy}\)"):
+        load({"m": {"a": one, "b": other}}, tmp_path / "a", comm=SOLO)
+    assert not z.any()
+
+
+def test_columns_of_one_matrix_are_told_apart_by_their_strides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    matrix = torch.zeros(6, 5)
+    columns = [target(matrix[:, :2], "a"), target(matrix[:, 2:], "b")]
+    monkeypatch.setattr(overlap, "_shared_bytes", None)  # not needed, so not called
+    assert list(shared_parts(columns)) == []
+    with pytest.raises(TypeError, match="not callable"):
+        list(shared_parts([target(matrix[:, :3], "a"), target(matrix[:, 2:], "b")]))

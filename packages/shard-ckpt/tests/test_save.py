@@ -14,7 +14,18 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from shard_ckpt import FileRecord, PerRank, Range, _posix, inspect, load, save, verify
+from shard_ckpt import (
+    FileRecord,
+    PerRank,
+    Range,
+    _posix,
+    export_hf,
+    inspect,
+    load,
+    save,
+    save_async,
+    verify,
+)
 from shard_ckpt._blocks import BLOCK_BYTES
 from shard_ckpt._commit import Manifest, build_index
 from shard_ckpt._index import encode_index
@@ -359,6 +370,10 @@ def each_error(fn: Callable[[Comm], None], world_size: int) -> list[str]:
         ),
         ([{}, {"r": PerRank(1)}], "ValueError: state['r']: expected nothing as on rank 0"),
         ([{}, {"w": torch.zeros(2)}], "ValueError: state['w']: a tensor needs a section"),
+        (
+            [{"a": PerRank(1), "b": PerRank(2)}, {"b": PerRank(2), "a": PerRank(1)}],
+            "ValueError: state['a']: rank 1 of 2 has state['b'] in its place; all ranks must hold",
+        ),
         ([{"x": object()}, {}], "TypeError: state['x']: expected a tensor, number, string"),
     ],
 )
@@ -374,6 +389,27 @@ def test_ranks_with_different_paths_all_raise(tmp_path: Path) -> None:
     assert errors[0] == errors[1]
     assert "pass the same path on all ranks" in errors[0]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("work", ["save", "save_async", "export_hf"])
+def test_a_rank_without_a_path_stops_all(tmp_path: Path, work: str) -> None:
+    state = {"model": {"w": torch.ones(2)}}
+    save(state, tmp_path / "c", comm=SoloComm())
+
+    def rank(comm: Comm) -> None:
+        path: Any = None if comm.rank else tmp_path / "out" / "a"
+        if work == "save":
+            save(state, path, comm=comm)
+        elif work == "save_async":
+            save_async(state, path, comm=comm).wait()
+        else:
+            export_hf(tmp_path / "c", path, comm=comm)
+
+    text = "TypeError: expected str, bytes or os.PathLike object, not NoneType"
+    zero, one = each_error(rank, 2)
+    assert zero == f"{text} (rank 1 of 2)"
+    assert one.startswith(text)
+    assert not [path for path in tmp_path.glob("out/**/*") if path.is_file()]
 
 
 def test_elements_that_nobody_holds_are_missed_before_publishing(tmp_path: Path) -> None:

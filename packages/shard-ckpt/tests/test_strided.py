@@ -52,6 +52,13 @@ def test_the_example() -> None:
     assert strided_boxes((7,), (1,), [Cut(0, 3, 2, 2), Cut(0, 2, 0, 1)]) == {last}
 
 
+def test_what_may_be_in_pieces_is_not_taken_for_a_block() -> None:
+    cuts = [Cut(0, 2, 0, 6), Cut(0, 2, 0, 3), Cut(0, 3, 1, 1)]
+    assert by_placements(13, cuts) == [4, 6]  # by the order of making rows 5 and 6
+    assert strided_boxes((13,), (2,), cuts) == set()
+    assert strided_boxes((12,), (1,), cuts) == {Box((4,), (1,))}
+
+
 def test_both_readings_are_found_for_every_size() -> None:
     """By number, for up to 5 x 5 ranks; a part in two pieces is no block."""
     unlike = pieces = 0

@@ -27,7 +27,10 @@ class RankComm:
     def all_reduce(self, tensor: torch.Tensor, /, *, op: str = "sum") -> None:
         self.calls.append(f"{op} of {tensor.numel()}")
         everyone = torch.stack(self._exchange(tensor))
-        tensor.copy_(everyone.sum(0) if op == "sum" else everyone.amax(0))
+        if op == "sum":
+            tensor.copy_(everyone.sum(0))
+        else:
+            tensor.copy_(everyone.amax(0) if op == "max" else everyone.amin(0))
 
     def _exchange(self, mine: torch.Tensor) -> list[torch.Tensor]:
         self._slots[self.rank] = mine.clone()

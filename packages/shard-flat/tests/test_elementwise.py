@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shard_flat import ShardSpec, ShardTensor, _ops, shard_tensor
 
 Silent = Callable[[int, int], Any]
+OnRanks = Callable[[int, Callable[[Any], Any]], list[Any]]
 X = torch.linspace(-2.0, 3.0, 15).view(3, 5)
 Y = torch.arange(15.0).view(3, 5) / 7 + 0.5
 
@@ -40,6 +41,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "masked_fill": lambda x, y: x.masked_fill(x > 0, -1.0),
     "compare": lambda x, y: (x < y) & ~(x == 0),
     "isnan": lambda x, y: (x / x.sign()).isnan(),
+    "isfinite": lambda x, y: (x / x.sign()).isfinite(),
     "gelu": lambda x, y: nn.functional.gelu(x),
     "relu": lambda x, y: torch.relu(x),
     "sign": lambda x, y: x.sign().neg(),
@@ -62,6 +64,7 @@ IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
     "addcdiv_": lambda x, y: x.addcdiv_(y, y + 1, value=-0.1),
     "lerp_": lambda x, y: x.lerp_(y, 0.25),
     "clamp_": lambda x, y: x.clamp_(max=0.0),
+    "erfinv_": lambda x, y: x.mul_(0.3).erfinv_(),
     "zero_": lambda x, y: x.zero_(),
     "fill_": lambda x, y: x.fill_(3.0),
     "fill_tensor": lambda x, y: x.fill_(torch.tensor(3.0)),
@@ -213,10 +216,12 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "mean_dim": lambda x: x.mean(-1),
     "norm_dim": lambda x: torch.linalg.vector_norm(x, dim=0),
     "norm_keepdim": lambda x: torch.linalg.vector_norm(x, keepdim=True),
-    "max": lambda x: x.max(),
+    "max_dim": lambda x: x.max(0),
+    "amax_dim": lambda x: x.amax(0),
+    "amin_dims": lambda x: x.amin((0, 1)),
+    "amax_keepdim": lambda x: x.amax(keepdim=True),
     "argmax": lambda x: x.argmax(),
-    "any_nan": lambda x: torch.isnan(x).any(),
-    "all": lambda x: (x > 0).all(),
+    "any_dim": lambda x: torch.isnan(x).any(1),
     "std": lambda x: x.std(),
     "prod": lambda x: x.prod(),
     "nonzero": lambda x: x.nonzero(),
@@ -255,6 +260,20 @@ def test_operations_without_a_sharded_meaning_are_refused(
     ):
         REFUSED[name](x)
     assert torch.equal(x.local, before)
+
+
+@pytest.mark.parametrize("name", ["index", "set_row", "masked_select", "set_by_index"])
+def test_what_to_do_in_place_of_indexing(name: str, silent: Silent) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"read .*full_tensor\(\).*write .*copy_\(\).*materialize"
+    ):
+        REFUSED[name](cut(X, silent(0, 2)))
+
+
+def test_data_parallel_around_shards_is_told_to_go(silent: Silent) -> None:
+    """What torch's DistributedDataParallel does first, here without its process group."""
+    with pytest.raises(RuntimeError, match=r"x: .*DistributedDataParallel wraps .* leave it out"):
+        torch._C._nn.flatten_dense_tensors([cut(X, silent(0, 2))])
 
 
 @pytest.mark.parametrize("convert", [float, bool, int, lambda x: x.item(), lambda x: x == 1 or 0])
@@ -405,3 +424,20 @@ def test_initialisers_draw_what_one_process_would(
         torch.manual_seed(3)
         init(piece)
         assert torch.equal(piece.local, whole[piece.spec.start : piece.spec.stop])
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+@pytest.mark.parametrize(("low", "high"), [(-2.0, 2.0), (-0.2, 0.1), (1.5, 4.0)])
+def test_truncated_draws_are_those_of_one_process(
+    low: float, high: float, size: int, on_ranks: OnRanks
+) -> None:
+    """All ranks draw again while any of them has a number out of bounds, those with none too."""
+
+    def draw(tensor: torch.Tensor) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return nn.init.trunc_normal_(tensor, std=1.0, a=low, b=high, generator=generator)
+
+    whole = draw(torch.empty(3, 5))
+    assert low <= whole.min() < whole.max() <= high
+    for drawn in on_ranks(size, lambda comm: draw(cut(torch.zeros(3, 5), comm)).full_tensor()):
+        assert torch.equal(drawn, whole)

@@ -90,6 +90,85 @@ def test_sums_and_means(size: int, on_ranks: OnRanks) -> None:
         assert found[6].item() == -73 / 6
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
+def test_extremes(size: int, on_ranks: OnRanks) -> None:
+    """The numbers are all above 0, or all below: ranks without elements add none of their own."""
+
+    def found(comm: Any) -> list[Any]:
+        x = shard_tensor(FULL.abs() + 1, comm=comm)
+        scalar = shard_tensor(torch.tensor(-2.0), comm=comm)
+        most = 2**53 + 1  # no float64
+        big = shard_tensor(torch.tensor([most, most - 1]), comm=comm)
+        numbers = [x.max(), x.amax(), x.min(), x.amin(), (-x).max(), (-x).min()]
+        numbers += [scalar.max(), scalar.amin(), x.bfloat16().max(), x.int().min()]
+        numbers += [big.max(), (-big).min(), (x > 4).max(), (x > 4).min()]
+        assert all(type(n) is torch.Tensor and n.shape == () for n in numbers)
+        return [(n.item(), n.dtype) for n in numbers]
+
+    kinds = [torch.float32] * 8 + [torch.bfloat16, torch.int32, torch.int64, torch.int64]
+    kinds += [torch.bool] * 2
+    values = [85, 85, 1, 1, -1, -85, -2, -2, 85, 1, 2**53 + 1, -(2**53) - 1, True, False]
+    for pairs in on_ranks(size, found):
+        assert pairs == list(zip(values, kinds, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_whether_any_or_all(size: int, on_ranks: OnRanks) -> None:
+    """One element differs from the rest, the first or the last; most of nine ranks have none."""
+
+    def found(comm: Any) -> list[Any]:
+        results = []
+        for place in (0, 4):
+            full = torch.zeros(5)
+            full[place] = math.inf
+            x = shard_tensor(full, comm=comm)
+            results += [x.isinf().any(), x.isfinite().all(), x.isnan().any(), (x >= 0).all()]
+        assert all(type(r) is torch.Tensor and r.dtype == torch.bool for r in results)
+        return [r.item() for r in results]
+
+    for results in on_ranks(size, found):
+        assert results == [True, False, False, True] * 2
+
+
+def test_extremes_of_what_is_not_a_number(on_ranks: OnRanks) -> None:
+    full = torch.ones(5)
+    full[3] = math.nan
+
+    def found(comm: Any) -> list[float]:
+        x = shard_tensor(full, comm=comm)
+        return [n.item() for n in (x.max(), x.min(), x.amax(), x.amin())]
+
+    for size in (2, 8):
+        for numbers in on_ranks(size, found):
+            assert all(math.isnan(n) for n in numbers)
+
+
+def test_extremes_without_elements(on_ranks: OnRanks) -> None:
+    def check(comm: Any) -> list[Any]:
+        x = shard_tensor(torch.zeros(0, 3), comm=comm, name="none")
+        for extreme in (x.max, x.min, x.amax, x.amin):
+            with pytest.raises(
+                RuntimeError, match=r"none: aten.a?m[axin]*.default of a tensor with"
+            ):
+                extreme()
+        return [x.bool().any().item(), x.bool().all().item()]
+
+    assert on_ranks(2, check) == [[False, True]] * 2
+
+
+def test_gradients_of_extremes(on_ranks: OnRanks) -> None:
+    """Where several elements are the largest, each gets its part."""
+
+    def gradient(comm: Any) -> list[float]:
+        x = shard_tensor(torch.tensor([7.0, 1.0, 2.0, 7.0, 0.0]), comm=comm).requires_grad_()
+        (x.max() * 3 + x.min()).backward()
+        assert isinstance(x.grad, ShardTensor)
+        return x.grad.full_tensor().tolist()
+
+    for grads in on_ranks(2, gradient):
+        assert grads == [1.5, 0.0, 0.0, 1.5, 1.0]
+
+
 def test_sums_do_not_lose_what_one_rank_alone_would(on_ranks: OnRanks) -> None:
     """In float32 1e8 + 1 - 1e8 is 0; pieces are summed in float64 until the end."""
     full = torch.tensor([1e8, 1.0, 0.0, 0.0, -1e8, 0.0, 0.0, 0.0])

@@ -14,9 +14,32 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shard_comm import Comm, SoloComm
 from shard_flat import FullBuffer, ParamSpec, ShardSpec, ShardTensor, plan_layout, shard_tensor
-from shard_optim import AdamW
+from shard_optim import (
+    EMA,
+    SGD,
+    SOAP,
+    Adafactor,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Muon,
+    Shampoo,
+    ShardedOptimizer,
+)
 from shard_testing import run_threads
 
+KINDS: list[Callable[..., Any]] = [
+    SGD,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    Lion,
+    Adafactor,
+    Muon,
+    SOAP,
+    Shampoo,
+]
 MakeParams = Callable[[Comm, Sequence[torch.Tensor]], list[ShardTensor]]
 
 
@@ -32,7 +55,7 @@ def leaf(*shape: int) -> nn.Parameter:
         ({"lr": torch.tensor(-1.0)}, "expected lr >= 0"),
         ({"betas": (0.9, 1.0)}, r"expected two betas in \[0, 1\), got \(0.9, 1.0\)"),
         ({"betas": (-0.1, 0.9)}, r"expected two betas in \[0, 1\)"),
-        ({"betas": (0.9,)}, r"expected two betas in \[0, 1\)"),
+        ({"betas": (0.9,)}, r"expected two betas, got \(0.9,\)"),
         ({"eps": -1e-8}, "expected eps >= 0"),
         ({"weight_decay": -0.1}, "expected weight_decay >= 0"),
     ],
@@ -42,6 +65,98 @@ def test_hyper_parameters_out_of_range(hyper: dict[str, Any], message: str) -> N
         AdamW([leaf(2)], **hyper)
     with pytest.raises(ValueError, match=rf"^group 1 \(w, ...\): {message}"):
         AdamW([{"params": [("v", leaf(2))]}, {"params": [("w", leaf(2))], **hyper}])
+
+
+NUMBER = "to be a number or a scalar tensor, got"
+
+
+@pytest.mark.parametrize(
+    ("kind", "hyper", "message"),
+    [
+        *((kind, {"lr": "x"}, f"expected lr {NUMBER} 'x'") for kind in KINDS),
+        *((kind, {"lr": None}, f"expected lr {NUMBER} None") for kind in KINDS),
+        *(
+            (kind, {"weight_decay": [0]}, rf"expected weight_decay {NUMBER} \[0\]")
+            for kind in KINDS
+        ),
+        *(
+            (kind, {"betas": 0.9}, "expected betas to be two numbers, got 0.9")
+            for kind in KINDS
+            if kind not in (Adafactor, SGD)
+        ),
+        (AdamW, {"lr": torch.ones(2)}, rf"expected lr {NUMBER} tensor\(\[1., 1.\]\)"),
+        (AdamW, {"betas": "ab"}, "expected betas to be two numbers, got 'ab'"),
+        (AdamW, {"betas": (0.9, None)}, r"expected betas to be two numbers, got \(0.9, None\)"),
+        (SGD, {"dampening": "x"}, f"expected dampening {NUMBER} 'x'"),
+        (Adafactor, {"eps": 1e-3}, "expected eps to be two numbers, got 0.001"),
+        (Adafactor, {"d": None}, f"expected d {NUMBER} None"),
+        (Muon, {"momentum": "x"}, f"expected momentum {NUMBER} 'x'"),
+        (Muon, {"ns_coefficients": 3}, "expected ns_coefficients to be three numbers, got 3"),
+        (Muon, {"ns_steps": 5.5}, "expected ns_steps to be an integer, got 5.5"),
+        (
+            SOAP,
+            {"precondition_frequency": None},
+            "expected precondition_frequency to be an integer",
+        ),
+        (SOAP, {"shampoo_beta": "x"}, f"expected shampoo_beta {NUMBER} 'x'"),
+        (Shampoo, {"max_preconditioner_dim": "x"}, "expected max_preconditioner_dim to be an inte"),
+        (Shampoo, {"shampoo_beta": "x"}, f"expected shampoo_beta {NUMBER} 'x'"),
+    ],
+)
+def test_hyper_parameters_that_are_no_numbers(
+    kind: Callable[..., Any], hyper: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=f"^{message}"):
+        kind([leaf(2, 2)], **hyper)
+    with pytest.raises(TypeError, match=rf"^group 0 \(w, ...\): {message}"):
+        kind([{"params": [("w", leaf(2, 2))], **hyper}])
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    **{kind.__name__: kind for kind in KINDS},
+    "ShardedOptimizer": lambda params: ShardedOptimizer(params, AdamW, comm=SoloComm()),
+    "EMA": EMA,
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_is_no_list_of_parameters(kind: str) -> None:
+    """A Sequential can be iterated over, and is no list of parameters either."""
+    make, model = MAKERS[kind], nn.Sequential(nn.Linear(2, 2))
+    expected = r"params: expected an iterable of parameters or of \(name, parameter\) pairs, got"
+    for module in (model, model[0]):
+        name = type(module).__name__
+        ways = r"pass its named_parameters\(\) or parameters\(\)$"
+        with pytest.raises(TypeError, match=f"^{expected} the module {name}; {ways}"):
+            make(module)
+    with pytest.raises(TypeError, match=rf"^{expected} a OrderedDict; pass its items\(\)"):
+        make(model.state_dict())
+    with pytest.raises(TypeError, match=f"^{expected} 0.1$"):
+        make(0.1)
+    with pytest.raises(TypeError, match=r"iterable of parameters, got one Parameter; put it into"):
+        make(leaf(2))
+    if kind != "EMA":
+        with pytest.raises(TypeError, match=f"^group 0: {expected} the module Sequential"):
+            make([{"params": model}])
+
+
+@pytest.mark.parametrize("kind", [Muon, SOAP, Shampoo])
+def test_what_is_no_communicator(kind: Callable[..., Any]) -> None:
+    message = "^expected comm to be a Comm of shard_comm, got 'x'; comm_for"
+    with pytest.raises(TypeError, match=message):
+        kind([leaf(2, 2)], comm="x")
+    wrong: Any = "x"
+    with pytest.raises(TypeError, match=message):
+        ShardedOptimizer([leaf(2)], torch.optim.SGD, comm=wrong)
+
+
+def test_saved_hyper_parameters_that_are_no_numbers() -> None:
+    optimizer = stepped([("w", leaf(2))])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["betas"] = 0.9
+    with pytest.raises(TypeError, match=r"^group 0: expected betas to be two numbers, got 0.9"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
 def test_no_parameters() -> None:

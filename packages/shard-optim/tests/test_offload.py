@@ -55,7 +55,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "adamw8bit": lambda p, **how: AdamW8bit(p, lr=0.1, **how),
     "adafactor": lambda p, **how: Adafactor(p, lr=0.1, **how),
     "muon": lambda p, **how: Muon(p, lr=0.1, **how),
-    "soap": lambda p, **how: SOAP(p, lr=0.1, precondition_every=2, **how),
+    "soap": lambda p, **how: SOAP(p, lr=0.1, precondition_frequency=2, **how),
     "shampoo": lambda p, **how: Shampoo(p, lr=0.1, max_preconditioner_dim=40, **how),
 }
 
@@ -558,7 +558,9 @@ def test_a_step_holds_the_state_of_three_matrices(
     monkeypatch.setattr(SOAP, "_solve", counting)
     values, steps = draw_steps([(512, 256)] * 24, torch.float32, 2)
     offload = Offload("disk", tmp_path, SMALL_BYTES)
-    _, optimizer = take_steps(lambda p: SOAP(p, max_size=256, offload=offload), values, steps)
+    _, optimizer = take_steps(
+        lambda p: SOAP(p, max_preconditioner_dim=256, offload=offload), values, steps
+    )
     each = 4 * 2 * (512 * 256 + 256 * 256)
     assert sum(piece.nbytes for piece in pieces(optimizer)) == 24 * each
     assert len(mapped) == 48
@@ -625,6 +627,9 @@ def test_bad_input(tmp_path: Path) -> None:
         Offload("disk", tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"^offload: expected window_bytes >= 16384, got 100"):
         Offload("disk", tmp_path, window_bytes=100)
+    wrong: Any = "1M"
+    with pytest.raises(TypeError, match=r"^offload: expected window_bytes to be an int.* got '1M'"):
+        Offload("disk", tmp_path, window_bytes=wrong)
     with pytest.raises(ValueError, match=r"^offload: a folder is for 'disk'"):
         Offload("cpu", tmp_path)
     with pytest.raises(TypeError, match="offload"):

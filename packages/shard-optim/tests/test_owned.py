@@ -20,7 +20,7 @@ TrainDecoder = Callable[..., list[float]]
 
 SHAPES: list[tuple[int, ...]] = [(7, 5), (33,), (16, 24), (2, 3, 4), (24, 10), (), (0, 4)]
 KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "soap": (SOAP, {"precondition_every": 2, "max_size": 20}, "left_basis"),
+    "soap": (SOAP, {"precondition_frequency": 2, "max_preconditioner_dim": 20}, "left_basis"),
     "shampoo": (
         Shampoo,
         {"precondition_frequency": 2, "max_preconditioner_dim": 10},
@@ -147,10 +147,8 @@ def test_gradients_that_are_no_numbers(
 
 @kinds
 def test_a_small_language_model(train_decoder: TrainDecoder, kind: str) -> None:
-    rare = {"soap": "precondition_every", "shampoo": "precondition_frequency"}[kind]
-
     def make(params: Sequence[torch.Tensor]) -> Any:
-        return KINDS[kind][0](params, lr=0.01, **{rare: 5})
+        return KINDS[kind][0](params, lr=0.01, precondition_frequency=5)
 
     plain = train_decoder(None, make)
     assert plain[-1] < 0.6 * plain[0]

@@ -22,7 +22,9 @@ GiveGrads = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor | None]], No
 SHAPES: list[tuple[int, ...]] = [(7, 5), (33,), (16, 24), (2, 3, 4), (24, 10), (), (0, 4), (8, 8)]
 KINDS: dict[str, Callable[..., Any]] = {
     "muon": lambda p, **hyper: Muon(p, lr=0.02, **hyper),
-    "soap": lambda p, **hyper: SOAP(p, lr=0.02, precondition_every=2, max_size=20, **hyper),
+    "soap": lambda p, **hyper: SOAP(
+        p, lr=0.02, precondition_frequency=2, max_preconditioner_dim=20, **hyper
+    ),
     "shampoo": lambda p, **hyper: Shampoo(
         p, lr=0.02, precondition_frequency=2, max_preconditioner_dim=10, **hyper
     ),

@@ -251,7 +251,7 @@ class Own(torch.optim.Muon):
         (Own, "Own; Muon of shard_optim takes these parameters and comm= itself"),
         (SOAP, "SOAP; SOAP of shard_optim takes these parameters"),
         (torch.optim.Adafactor, "Adafactor; shard .* give them to Adafactor of shard_optim"),
-        (Adafactor, "Adafactor; shard .* give them to Adafactor of shard_optim"),
+        (Adafactor, "Adafactor; shard .* to Adafactor of shard_optim, or give it these"),
         (torch.optim.LBFGS, "LBFGS; shard_optim has none that does what LBFGS does"),
     ],
 )

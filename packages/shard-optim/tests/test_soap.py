@@ -19,7 +19,7 @@ def test_it_is_adam_in_the_basis_of_the_gradients() -> None:
     sizes = torch.arange(1.0, 7.0)
     param, diagonal = nn.Parameter(torch.zeros(6, 6)), nn.Parameter(torch.zeros(6))
     hyper: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0, "eps": 1e-2}
-    soap, adam = SOAP([param], precondition_every=2, **hyper), Adam([diagonal], **hyper)
+    soap, adam = SOAP([param], precondition_frequency=2, **hyper), Adam([diagonal], **hyper)
     for step in range(5):
         diagonal.grad = sizes * (1 + 0.3 * step)
         param.grad = left @ torch.diag(diagonal.grad) @ right.t()
@@ -34,7 +34,7 @@ def test_sides_that_are_too_long_keep_their_own_basis() -> None:
     torch.manual_seed(0)
     values = torch.randn(5, 7)
     param, twin = nn.Parameter(values.clone()), nn.Parameter(values.clone())
-    soap = SOAP([param], lr=0.1, max_size=4)
+    soap = SOAP([param], lr=0.1, max_preconditioner_dim=4)
     adamw = AdamW([twin], lr=0.1, betas=(0.95, 0.95), weight_decay=0.01)
     param.grad = torch.randn(5, 7)
     soap.step()
@@ -48,7 +48,7 @@ def test_sides_that_are_too_long_keep_their_own_basis() -> None:
         adamw.step()
     torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-5)
     assert sorted(soap.state[param]) == ["exp_avg", "exp_avg_sq", "step"]
-    half = SOAP([param], max_size=6)
+    half = SOAP([param], max_preconditioner_dim=6)
     half.step()
     assert half.state[param]["left_basis"].shape == (5, 5)
     assert "right" not in half.state[param]
@@ -58,10 +58,10 @@ def test_sides_that_are_too_long_keep_their_own_basis() -> None:
     ("hyper", "message"),
     [
         ({"lr": -1.0}, "expected lr >= 0, got -1.0"),
-        ({"precondition_every": 0}, "expected precondition_every >= 1, got 0"),
-        ({"shampoo_beta": 1.0}, r"expected one shampoo_beta in \[0, 1\)"),
-        ({"betas": (0.9,)}, r"expected two betas in \[0, 1\)"),
-        ({"max_size": -1}, "expected max_size >= 0, got -1"),
+        ({"precondition_frequency": 0}, "expected precondition_frequency >= 1, got 0"),
+        ({"shampoo_beta": 1.0}, r"expected shampoo_beta in \[0, 1\)"),
+        ({"betas": (0.9,)}, r"expected two betas, got \(0.9,\)"),
+        ({"max_preconditioner_dim": -1}, "expected max_preconditioner_dim >= 0, got -1"),
     ],
 )
 def test_hyper_parameters_out_of_range(hyper: dict[str, Any], message: str) -> None:

@@ -192,6 +192,17 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str]) -> None:
         assert ended.value.code == 2
 
 
+def test_both_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["trian"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert "train,ckpt" in capsys.readouterr().err.replace(" ", "")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "{train,ckpt}" in capsys.readouterr().out
+
+
 def test_under_torchrun_one_rank_speaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from shard_ckpt._agree import Outcome, attempt
 from shard_ckpt._commit import Prepared, commit, prepare
 from shard_ckpt._log import logger
 from shard_ckpt._naming import Rename
+from shard_ckpt._places import absolute
 from shard_ckpt._snapshot import Staging
 from shard_comm import Comm, GroupComm, SoloComm
 
@@ -128,18 +129,24 @@ class Saver:
         started = time.monotonic()
         unseen = None if self._last is None else self._last._unseen_error()
         waited_s = time.monotonic() - started
-        prepared = attempt(lambda: self._copy(state, rename, unseen))
-        handle = SaveHandle(os.fspath(path))
-        self._last = handle
-        job = (handle, prepared, os.fspath(path), timeout_s, after)
+        target = attempt(lambda: absolute(path))
+
+        def copy() -> Prepared:
+            target.value()  # raises what was wrong with the path
+            return self._copy(state, rename, unseen)
+
+        prepared = attempt(copy)
+        handle = SaveHandle(str(path))
+        job = (handle, prepared, target.result, timeout_s, after)
         # On an error too: the other ranks are about to wait for this one.
         threading.Thread(target=self._work, args=job, name="shard-ckpt-save").start()
+        self._last = handle  # one without a thread would be waited for in vain
         if prepared.error is not None:
             handle._fate.seen = True
             raise prepared.error
         logger.info(
             "%s: copied in %.3f s, after %.3f s for the save before",
-            os.fspath(path),
+            path,
             time.monotonic() - started - waited_s,
             waited_s,
         )

@@ -16,13 +16,13 @@ from shard_ckpt._load import load
 from shard_ckpt._log import logger
 from shard_ckpt._marker import read_marker
 from shard_ckpt._naming import Rename
-from shard_ckpt._places import Place, names_in, place_of
+from shard_ckpt._places import Place, absolute, names_in, place_of
 from shard_ckpt._remote import RemotePath
 from shard_ckpt._remote_draft import discard_remote
 from shard_ckpt._save import save
 from shard_comm import Comm
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-(\d{8}|[1-9]\d{8,})", re.ASCII)  # as steps are spelled, no other way
 
 
 class Checkpointer:
@@ -59,7 +59,7 @@ class Checkpointer:
             raise ValueError(f"keep: expected at least 1, or None for all, got {keep}")
         if every is not None and every < 1:
             raise ValueError(f"every: expected at least 1, or None for all, got {every}")
-        self._dir = place_of(dir)
+        self._dir = place_of(absolute(dir))
         self._comm = comm
         self._keep = keep
         self._every = every
@@ -132,19 +132,12 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the committed steps, oldest first. Local."""
-        try:
-            names = names_in(self._dir)
-        except FileNotFoundError:
-            return []
-        found = []
-        for name in names:
-            reason = why_not_committed(self._dir / name)
-            matched = _STEP.fullmatch(name)
-            if reason is not None:
-                self._report(name, reason)
-            elif matched is not None:
-                found.append(int(matched[1]))
-        return sorted(found)
+        names: list[str] = []
+        while True:
+            before, names = names, self._names()
+            found = self._committed(names)
+            if found or names == before:
+                return found  # else a save may have published one and removed all that were listed
 
     def latest(self) -> int | None:
         """Return the newest committed step; None if there is none. Local."""
@@ -199,6 +192,23 @@ class Checkpointer:
             timeout_s=self._timeout_s,
         )
         return choice, loaded
+
+    def _names(self) -> list[str]:
+        try:
+            return names_in(self._dir)
+        except FileNotFoundError:
+            return []
+
+    def _committed(self, names: Sequence[str]) -> list[int]:
+        found = []
+        for name in names:
+            reason = why_not_committed(self._dir / name)
+            matched = _STEP.fullmatch(name)
+            if reason is not None:
+                self._report(name, reason)
+            elif matched is not None:
+                found.append(int(matched[1]))
+        return sorted(found)
 
     def _place(self, step: int) -> Place:
         if type(step) is not int or step < 0:

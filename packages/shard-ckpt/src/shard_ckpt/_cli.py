@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m shard_ckpt
     try:
         with told_to(bar):
             reply: Reply = options.run(options)
-    except (CheckpointError, OSError, ValueError, TypeError) as exc:
+    except (CheckpointError, OSError, ValueError, TypeError, ImportError) as exc:
         bar.clear()
         sys.stderr.write(f"{prog}: error: {_one_line(exc)}\n")
         return _TROUBLE
@@ -59,11 +59,17 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m shard_ckpt
     text = json.dumps(reply.table) if options.json else "\n".join(reply.lines)
     try:
         if text:
-            sys.stdout.write(f"{text}\n")
+            sys.stdout.write(f"{_printable(text)}\n")
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read it has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return reply.status
+
+
+def _printable(text: str) -> str:
+    """Return text with escapes for what the terminal's encoding lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _one_line(exc: Exception) -> str:

@@ -18,7 +18,7 @@ from shard_ckpt._places import names_in, place_of
 from shard_ckpt._reindex import reindex
 from shard_ckpt._remote import RemotePath
 from shard_ckpt._screen import format_bytes, format_table
-from shard_ckpt._values import encode
+from shard_ckpt._values import RankValues, encode
 from shard_comm import SoloComm
 
 FOUND = 1
@@ -84,7 +84,7 @@ def show(path: str) -> Reply:
         }
         for record in info.tensors
     ]
-    values = encode(info.values, path="state")
+    values = encode(_with_lists(info.values), path="state")
     table = {
         "path": path,
         "save_id": info.save_id,
@@ -152,6 +152,8 @@ def prune(path: str, *, keep: int, dry_run: bool) -> Reply:
         raise ValueError(f"--keep: expected at least 1, got {keep}")
     steps = Checkpointer(path, comm=SoloComm())
     place = place_of(path)
+    if not place.is_dir():
+        raise FileNotFoundError(f"{path}: no such folder")
     doomed = [place_of(steps.location(step)) for step in steps.steps()[:-keep]]
     if not dry_run:
         if not isinstance(place, RemotePath):
@@ -161,6 +163,17 @@ def prune(path: str, *, keep: int, dry_run: bool) -> Reply:
     verb = "would remove" if dry_run else "removed"
     names = [folder.name for folder in doomed]
     return Reply({"removed": names, "dry_run": dry_run}, [f"{verb} {name}" for name in names])
+
+
+def _with_lists(node: Any) -> Any:
+    """Return values with plain lists of what ranks stored."""
+    if isinstance(node, dict):
+        return {key: _with_lists(item) for key, item in node.items()}
+    if isinstance(node, RankValues):
+        return list(node)
+    if type(node) in (list, tuple):
+        return type(node)(map(_with_lists, node))
+    return node
 
 
 def _value_lines(node: Any, path: str) -> list[str]:

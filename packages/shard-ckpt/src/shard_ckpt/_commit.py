@@ -66,6 +66,7 @@ class Prepared:
 @dataclass(frozen=True)
 class _Opened:
     prepared: Prepared
+    path: str
     draft: Draft | RemoteDraft | None
     save_id: str
 
@@ -138,7 +139,7 @@ def commit(
     started = time.monotonic()
     with ExitStack() as stack:
         opened = attempt(lambda: _open_draft(prepared.value(), path, comm, stack))
-        hellos = agree(comm, opened, share=lambda o: _hello(o, path), timeout_s=timeout_s)
+        hellos = agree(comm, opened, share=_hello, timeout_s=timeout_s)
         mine = opened.value()
         _check_alike(comm, mine.prepared, hellos, timeout_s)
 
@@ -154,19 +155,20 @@ def commit(
 def _open_draft(
     prepared: Prepared, path: str | os.PathLike[str], comm: Comm, stack: ExitStack
 ) -> _Opened:
+    text = os.fspath(path)
     if comm.rank != 0:
-        return _Opened(prepared, None, "")
+        return _Opened(prepared, text, None, "")
     save_id = uuid.uuid4().hex
     draft = draft_for(place_of(path), save_id)
     stack.enter_context(draft)
-    return _Opened(prepared, draft, save_id)
+    return _Opened(prepared, text, draft, save_id)
 
 
 @collector_paused()
-def _hello(opened: _Opened, path: str | os.PathLike[str]) -> _Hello:
+def _hello(opened: _Opened) -> _Hello:
     prepared = opened.prepared
     structure = digest_of(prepared.rows())
-    return _Hello(opened.save_id, os.fspath(path), structure, prepared.holdings.digests())
+    return _Hello(opened.save_id, opened.path, structure, prepared.holdings.digests())
 
 
 def _check_alike(
@@ -191,6 +193,12 @@ def _check_alike(
                     f"{name}: expected {expected.get(name, 'nothing')} as on rank 0, got "
                     f"{got.get(name, 'nothing')} (rank {rank} of {comm.size}); all ranks must save "
                     f"the same names, dtypes and shapes"
+                )
+        for row, other in zip(rows[0], theirs, strict=True):
+            if row != other:
+                raise ValueError(
+                    f"{row[0]}: rank {rank} of {comm.size} has {other[0]} in its place; all ranks "
+                    f"must hold their per-rank values in the same order"
                 )
     raise AssertionError("ranks differ in structure, yet in no row")
 

@@ -111,16 +111,19 @@ class _Folder:
                 f"{self.path}: {fqn} is stored through {info.transform_descriptors}; load it with "
                 f"torch.distributed.checkpoint and save it without extensions"
             )
-        file = self.path / info.relative_path
-        if Path(info.relative_path).name != info.relative_path:
-            raise CheckpointError(f"{self.path}: {fqn} is said to be in {info.relative_path!r}")
+        name = getattr(info, "relative_path", None)
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{self.path}: {fqn} is said to be in {name!r}")
+        file = self.path / name
         try:
             with open(file, "rb") as opened:
                 window = _Window(opened, info.offset, info.length)
                 return torch.load(io.BufferedReader(window), map_location="cpu", weights_only=True)
         except FileNotFoundError as exc:
             raise CheckpointError(f"{file}: missing; it holds {fqn}") from exc
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as exc:
+        except OSError:
+            raise
+        except Exception as exc:  # damaged pickles raise anything
             raise CheckpointError(f"{file}: {fqn} cannot be read ({reason_of(exc)})") from exc
 
 
@@ -135,6 +138,16 @@ def read_dcp(path: Path, lazy: LazyTensors) -> dict[str, Any]:
         CheckpointError: the folder is damaged or not understood.
     """
     folder = _Folder(path, _read_metadata(path / DCP_METADATA))
+    try:
+        tree = _read_tree(folder, lazy)
+    except (AttributeError, TypeError, KeyError, IndexError) as exc:
+        raise CheckpointError(
+            f"{path / DCP_METADATA}: not laid out as torch does ({exc!r})"
+        ) from exc
+    return as_sections(_with_lists(tree), label=str(path))
+
+
+def _read_tree(folder: _Folder, lazy: LazyTensors) -> dict[Any, Any]:
     paths = folder.metadata.planner_data
     tree: dict[Any, Any] = {}
     for fqn, stored in folder.metadata.state_dict_metadata.items():
@@ -147,7 +160,7 @@ def read_dcp(path: Path, lazy: LazyTensors) -> dict[str, Any]:
             node[where[-1]] = lazy.add(stored.properties.dtype, stored.size, read)
         else:
             node[where[-1]] = folder.value(fqn)
-    return as_sections(_with_lists(tree), label=str(path))
+    return tree
 
 
 class _Window(io.RawIOBase):
@@ -195,7 +208,9 @@ def _read_metadata(path: Path) -> Metadata:
     with open(path, "rb") as file:
         try:
             metadata = _MetadataUnpickler(file).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as exc:
+        except OSError:
+            raise
+        except Exception as exc:  # damaged pickles raise anything
             raise CheckpointError(f"{path}: cannot be read ({exc})") from exc
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path}: holds {type(metadata).__name__}, not Metadata")

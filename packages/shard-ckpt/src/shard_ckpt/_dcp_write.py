@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from shard_ckpt import _posix
 from shard_ckpt._draft import Draft, sweep
+from shard_ckpt._errors import CheckpointError
 from shard_ckpt._lazy import LazyTensors
 from shard_ckpt._places import Place
 from shard_ckpt._progress import Progress
@@ -80,7 +82,18 @@ def _write(state: Mapping[str, Any], writer: FileSystemWriter, lazy: LazyTensors
     planner = _LazyPlanner(lazy, Progress(sum(tensor.nbytes for tensor in _tensors(state))))
     with warnings.catch_warnings():  # one process is what is meant here
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        save_dcp(dict(state), storage_writer=writer, planner=planner, no_dist=True)
+        try:
+            save_dcp(dict(state), storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as exc:  # not an Exception, and says nothing of its cause
+            raise _cause_of(exc) from exc
+
+
+def _cause_of(exc: CheckpointException) -> Exception:
+    causes = [cause for cause, _ in exc.failures.values()]
+    for cause in causes:
+        if isinstance(cause, (OSError, CheckpointError, ValueError, TypeError)):
+            return cause
+    return OSError(f"torch.distributed.checkpoint could not write it: {causes}")
 
 
 def _tensors(node: Any) -> list[torch.Tensor]:

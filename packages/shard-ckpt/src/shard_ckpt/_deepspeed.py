@@ -36,6 +36,13 @@ def read_zero(path: Path, lazy: LazyTensors) -> dict[str, Any]:
         CheckpointError: files are missing, damaged or not understood.
     """
     files = find_zero(path)
+    try:
+        return _read(files, lazy)
+    except (KeyError, IndexError, AttributeError, TypeError, ValueError) as exc:
+        raise CheckpointError(f"{files.folder}: not laid out as DeepSpeed does ({exc!r})") from exc
+
+
+def _read(files: ZeroFiles, lazy: LazyTensors) -> dict[str, Any]:
     label = str(files.folder)
     params = _params_of(files)
     master = _master(files)

@@ -104,9 +104,15 @@ class Draft:
 def discard(folder: Path) -> None:
     """Take a checkpoint back: first the marker, then the name, then the data. Local.
 
+    Of a link only itself goes: where it leads may be somebody else's.
+
     Raises:
         OSError: the marker or the name could not be removed.
     """
+    if folder.is_symlink():
+        _posix.unlink(folder)
+        _posix.sync_folder(folder.parent)
+        return
     _posix.unlink(folder / MARKER_NAME)
     _posix.sync_folder(folder)
     doomed = draft_path(folder, os.urandom(16).hex())

@@ -106,24 +106,27 @@ def order_entries(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     """Return each section's entries in the order in which a file holds them. Local."""
     numbers: dict[tuple[torch.device, int], int] = {}
     sections: dict[str, list[tuple[int, Entry]]] = {}
+    firsts: dict[TensorId, int] = {}
     nbytes: dict[tuple[str, int], int] = {}
     for entry in sorted(entries, key=lambda entry: entry.leaf.id):
         tensor, section = entry.leaf.tensor, entry.leaf.section
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
         number = numbers.setdefault(storage, len(numbers))
         sections.setdefault(section, []).append((number, entry))
+        firsts.setdefault(entry.leaf.id, entry.at)
         nbytes[section, number] = nbytes.get((section, number), 0) + entry.nbytes
 
-    def place(section: str, number: int, entry: Entry) -> tuple[int, bool, int, int]:
+    def place(section: str, number: int, entry: Entry) -> tuple[int, bool, int, int, str]:
         tensor = entry.leaf.tensor
         size = tensor.element_size()
-        at = int(tensor.storage_offset()) + entry.at
-        return -size, nbytes[section, number] >= SMALL_BYTES, number, at * size
+        at = int(tensor.storage_offset()) + firsts[entry.leaf.id]
+        large = nbytes[section, number] >= SMALL_BYTES
+        return -size, large, number, at * size, entry.leaf.name  # a tensor's entries stay together
 
     result = {}
     for section, numbered in sorted(sections.items()):
         keyed = [(place(section, number, entry), entry) for number, entry in numbered]
-        keyed.sort(key=lambda pair: pair[0])  # equal keys stay in the order of names
+        keyed.sort(key=lambda pair: pair[0])
         result[section] = [entry for _, entry in keyed]
     return result
 

@@ -72,6 +72,8 @@ def start_file(path: Path, head: bytes, *, nbytes: int, durable: bool) -> None:
         _write_all(fd, memoryview(head), 0)
         if durable:
             _posix.fsync(fd)
+    except OSError as exc:
+        raise OSError(exc.errno, exc.strerror, str(path)) from exc
     finally:
         os.close(fd)
 

@@ -97,13 +97,14 @@ def export_hf(
     are cast.
     """
     comm = comm_for(comm)
-    folder = place_of(path)
+    target = attempt(lambda: place_of(path))
     with ExitStack() as stack:
 
         def prepare() -> _Prepared:
             source = open_source(ckpt)
             items = choose_items(source.index, section=section, names=names or Naming(), cast=cast)
             files = lay_out_files(items, max_bytes=parse_size(max_shard_size))
+            folder = target.value()
             if comm.rank != 0:
                 return _Prepared(source, files, None, "")
             return _prepare_files(source, files, folder, stack, durable=durable)
@@ -115,7 +116,7 @@ def export_hf(
             share=lambda p: (p.source.index.save_id, p.export_id),
             timeout_s=None,
         )
-        mine = prepared.value()
+        mine, folder = prepared.value(), target.value()
         check_same_save([save_id for save_id, _ in heard], f"{ckpt}", purpose="export")
         if isinstance(folder, RemotePath):
             return _upload(mine, folder, comm)

@@ -110,8 +110,11 @@ def choose_items(
     """Return what an export of a section holds, sorted by name with numbers as numbers. Local.
 
     Raises:
-        ValueError: no such section, names that clash, a declared tie that is none.
+        ValueError: no such section, names that clash, a declared tie that is none, a dtype that
+            floating-point tensors cannot become.
     """
+    if cast is not None and not cast.is_floating_point:
+        raise ValueError(f"cast: expected a floating-point dtype, got {cast!r}")
     records = {name: r for (where, name), r in sorted(index.tensors.items()) if where == section}
     if not records:
         known = sorted({where for where, _ in index.tensors})

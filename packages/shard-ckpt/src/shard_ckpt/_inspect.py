@@ -77,9 +77,9 @@ def verify(path: str | os.PathLike[str]) -> tuple[str, ...]:
     """Read all of a checkpoint and say what is wrong with it. Local.
 
     Checks marker, index, coverage, and of every file its size, the checksum of each block, that
-    its header agrees with the index, and (not behind a URL) that the safetensors library opens it
-    and sees the same names. Files that look like a checkpoint's but are not listed are reported
-    too.
+    its header agrees with the index, and (not behind a URL or a path that is not UTF-8) that the
+    safetensors library opens it and sees the same names. Files that look like a checkpoint's but
+    are not listed are reported too.
 
     Returns:
         One line per problem, naming the file; empty for an intact checkpoint.
@@ -127,8 +127,8 @@ def _file_problems(source: Source, file: int, folding: Folding, progress: Progre
 def _stock_problems(source: Source, file: int) -> list[str]:
     """Ask another implementation of the format."""
     path = source.folder / source.index.files[file].name
-    if isinstance(path, RemotePath):
-        return []
+    if isinstance(path, RemotePath) or not _has_utf8(path):
+        return []  # it opens neither
     try:
         with safe_open(path, framework="pt") as opened:
             seen = set(opened.keys())
@@ -137,3 +137,11 @@ def _stock_problems(source: Source, file: int) -> list[str]:
     listed = {entry.key for _, entry in source.entries.get(file, ())}
     strange = sorted(seen - listed)
     return [f"{path}: holds {strange[0]!r}, which the index does not"] if strange else []
+
+
+def _has_utf8(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

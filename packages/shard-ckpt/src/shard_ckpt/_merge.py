@@ -15,7 +15,8 @@ def merge(template: Any, stored: Any) -> Any:
     """Put stored values into a template's structure. Local.
 
     Tensors are the template's. Every other value is the stored one where there is one. Mappings
-    come back as dicts with the keys of both, the template's first.
+    come back as dicts with the keys of both, the template's first, and sequences with tensors as
+    the template's kind, what only the stored one has at the end.
 
     Args:
         template: what was passed to ``load``.
@@ -32,11 +33,13 @@ def merge(template: Any, stored: Any) -> Any:
                 result[key] = kept
         return result
     if type(template) in (list, tuple) and _holds_tensor(template):
-        items = list(stored) if type(stored) is type(template) else []
-        items += [MISSING] * (len(template) - len(items))
-        return type(template)(
-            merge(item, kept) for item, kept in zip(template, items, strict=False)
-        )
+        items = _items(stored, len(template))
+        more = [
+            kept
+            for item in items[len(template) :]
+            if (kept := without_tensors(item)) is not MISSING
+        ]
+        return type(template)([*map(merge, template, items), *more])
     kept = without_tensors(stored)
     if kept is not MISSING:
         return kept
@@ -55,8 +58,19 @@ def missing_values(template: Any, stored: Any, path: str = "state") -> list[str]
             for where in missing_values(item, theirs.get(key, MISSING), f"{path}[{key!r}]")
         ]
     if type(template) in (list, tuple) and _holds_tensor(template):
-        return []
+        items = _items(stored, len(template))
+        return [
+            where
+            for at, item in enumerate(template)
+            for where in missing_values(item, items[at], f"{path}[{at}]")
+        ]
     return [path] if stored is MISSING else []
+
+
+def _items(stored: Any, count: int) -> list[Any]:
+    """Return a stored sequence's items, MISSING for what it has less than ``count``."""
+    items = list(stored) if type(stored) in (list, tuple) else []
+    return items + [MISSING] * (count - len(items))
 
 
 def _holds_tensor(node: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ def shared_parts(targets: Sequence[Target]) -> Iterator[tuple[Target, Target]]:
     before: list[tuple[int, Target]] = []  # with where their memory ends
     for target in held:
         tensor = target.leaf.tensor
-        if any(size > 1 and stride == 0 for size, stride in _dims(tensor)):
+        if _overlaps_itself(tensor):
             raise ValueError(
                 f"{target.leaf.label}: elements share memory, as strides {tensor.stride()} of "
                 f"shape {tuple(tensor.shape)} say; load into a tensor of its own, such as a clone()"
@@ -48,15 +49,50 @@ def shared_parts(targets: Sequence[Target]) -> Iterator[tuple[Target, Target]]:
 
 def _shared(one: Target, other: Target) -> Iterator[tuple[Target, Target]]:
     left, right = one.leaf.tensor, other.leaf.tensor
-    size = left.element_size()
+    if _apart(left, right):
+        return
+    size, kinds = left.element_size(), (_kind(left), _kind(right))
     for places in _shared_bytes(one, other):
-        if left.dtype != right.dtype or any(place % size for place in places):
+        if kinds[0] != kinds[1] or any(place % size for place in places):
             raise ValueError(
                 f"{one.leaf.label} and {other.leaf.label} share memory, but not the same elements "
-                f"({left.dtype} and {right.dtype}); load one of them, or give them memory apart"
+                f"({kinds[0]} and {kinds[1]}); load one of them, or give them memory apart"
             )
         at, to, numel = (place // size for place in places)
         yield _part(one, at, numel), _part(other, to, numel)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """Return what bits mean to a tensor: of views that are lazy, also what is done to them."""
+    lazy = ((", conjugated", tensor.is_conj()), (", negated", tensor.is_neg()))
+    return f"{tensor.dtype}{''.join(text for text, on in lazy if on)}"
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements lie in the same memory."""
+    reach = 0
+    for size, stride in sorted(_dims(tensor), key=lambda dim: dim[1]):
+        if stride == 0:
+            return True
+        if stride <= reach:  # else this dimension steps over all that smaller strides reach
+            starts, length = _runs(tensor)
+            return bool((starts.sort().values.diff() < length).any())
+        reach += (size - 1) * stride
+    return False
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether it follows from strides alone that two tensors share nothing.
+
+    Columns 0 and 1, and columns 2 to 4, of a matrix with rows of 5: all runs of the former begin at
+    multiples of 5 and end 2 later, those of the latter lie in the 3 that are left.
+    """
+    (length, dims), (other_length, other_dims) = _runs_by_strides(one), _runs_by_strides(other)
+    width = math.gcd(*(stride for _, stride in (*dims, *other_dims)))
+    if width == 0:
+        return False
+    distance = (other.data_ptr() - one.data_ptr()) % width
+    return length <= distance and distance + other_length <= width
 
 
 def _shared_bytes(one: Target, other: Target) -> Iterator[tuple[int, int, int]]:
@@ -83,15 +119,21 @@ def _shared_bytes(one: Target, other: Target) -> Iterator[tuple[int, int, int]]:
 
 def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return where each run of consecutive bytes begins, int64 ``[runs]``, and their length."""
-    length = tensor.element_size()
-    dims = _dims(tensor)
-    while dims and dims[-1][1] * tensor.element_size() == length:
-        length *= dims.pop()[0]
+    length, dims = _runs_by_strides(tensor)
     starts = torch.tensor([tensor.data_ptr()], device="cpu")
     for size, stride in dims:
-        steps = torch.arange(size, device="cpu") * (stride * tensor.element_size())
+        steps = torch.arange(size, device="cpu") * stride
         starts = (starts[:, None] + steps).view(-1)
     return starts, length
+
+
+def _runs_by_strides(tensor: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
+    """Return how many bytes a run has, and how many runs follow at which distance in bytes."""
+    length = tensor.element_size()
+    dims = [(size, stride * length) for size, stride in _dims(tensor)]
+    while dims and dims[-1][1] == length:
+        length *= dims.pop()[0]
+    return length, dims
 
 
 def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -23,6 +23,12 @@ def place_of(path: str | os.PathLike[str] | RemotePath) -> Place:
     return remote_path(text) if "://" in text else Path(text)
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return a path that stays the same when the process changes its folder; URLs do. Local."""
+    text = os.fspath(path)
+    return text if "://" in text else os.fspath(Path(text).absolute())
+
+
 def names_in(place: Place) -> list[str]:
     """Return the names in a folder, sorted. Local.
 

@@ -48,17 +48,20 @@ def strided_boxes(
         cuts: in the order of the mesh's dimensions.
 
     Returns:
-        One block in nearly every case. An empty set where neither reading gives one block of this
-        shape, two blocks where both do and differ.
+        One block in nearly every case. An empty set where neither reading gives this shape, or one
+        gives it in pieces; two where both give one block, and differ.
     """
     made = _in_order_of_making(cuts)
     found = set()
     for reading in (cuts,) if made is None else (cuts, made):
         spans = [_held(size, reading, dim) for dim, size in enumerate(shape)]
-        if all(len(held) == 1 for held in spans):
-            starts, stops = zip(*(held[0] for held in spans), strict=True)
-            found.add(Box(starts, tuple(b - a for a, b in zip(starts, stops, strict=True))))
-    return {box for box in found if box.sizes == tuple(local_shape)}
+        sizes = tuple(sum(stop - start for start, stop in held) for held in spans)
+        if sizes != tuple(local_shape):
+            continue
+        if any(len(held) > 1 for held in spans):
+            return set()
+        found.add(Box(tuple(held[0][0] for held in spans), sizes))
+    return found
 
 
 def _in_order_of_making(cuts: Sequence[Cut]) -> list[Cut] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,9 @@ def load_torch(path: Path) -> Any:
         inert: Any = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in names]
         with torch.serialization.safe_globals(inert):
             return torch.load(text, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as exc:
+    except OSError:
+        raise
+    except Exception as exc:  # damaged pickles raise anything
         raise CheckpointError(
             f"{path}: cannot be read as a torch.save file ({reason_of(exc)})"
         ) from exc
@@ -81,7 +82,8 @@ def as_sections(loaded: Any, *, label: str) -> dict[str, Any]:
     optimizer's integer parameters get their names where its groups have ``param_names``.
 
     Raises:
-        CheckpointError: not a mapping, or one with tensors at the top and a ``model`` besides.
+        CheckpointError: not a mapping, or one with tensors at the top and a ``model`` besides, or
+            with two keys that are one as strings.
     """
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{label}: expected a mapping, holds {type(loaded).__name__}")
@@ -93,6 +95,8 @@ def as_sections(loaded: Any, *, label: str) -> dict[str, Any]:
         for key, item in loaded.items()
         if key not in tensors
     }
+    if len(tensors) + len(rest) < len(loaded):
+        raise CheckpointError(f"{label}: two of the keys {list(loaded)} are one as strings")
     if not tensors:
         return rest
     if "model" in rest:
@@ -104,21 +108,35 @@ def as_sections(loaded: Any, *, label: str) -> dict[str, Any]:
 
 
 def _is_optimizer(node: Any) -> bool:
-    return isinstance(node, Mapping) and "state" in node and "param_groups" in node
+    return (
+        isinstance(node, Mapping)
+        and isinstance(node.get("state"), Mapping)
+        and isinstance(node.get("param_groups"), list)
+    )
 
 
 def _with_names(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name parameters where every group does and no two get one name; else numbers stay."""
     groups = optimizer["param_groups"]
-    if not isinstance(groups, list) or not all("param_names" in group for group in groups):
+    if not all(map(_has_names, groups)):
         return optimizer
     names = {
         number: name
         for group in groups
         for number, name in zip(group["params"], group["param_names"], strict=True)
     }
+    if len(set(names.values())) < len(names):
+        return optimizer
     named = [{**group, "params": [names[n] for n in group["params"]]} for group in groups]
     state = {names.get(owner, owner): slots for owner, slots in optimizer["state"].items()}
     return {**optimizer, "state": state, "param_groups": named}
+
+
+def _has_names(group: Any) -> bool:
+    if not isinstance(group, Mapping):
+        return False
+    numbers, names = group.get("params"), group.get("param_names")
+    return isinstance(numbers, list) and isinstance(names, list) and len(numbers) == len(names)
 
 
 def _is_zip(path: Path) -> bool:

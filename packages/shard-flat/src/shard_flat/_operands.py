@@ -11,6 +11,21 @@ from torch.distributed.tensor import DTensor
 
 from shard_flat._tensor import ShardTensor
 
+_INSTEAD = (
+    "call full_tensor() (all ranks) and use the result, or use the parameter in a forward of the "
+    "module that owns it; register_fsdp_forward_method() makes another method one, unshard() "
+    "alone does not"
+)
+_NOT_INDEXED = (
+    "to read elements index full_tensor() (all ranks); to write them give the whole tensor to "
+    "copy_() under torch.no_grad(), or values for all parameters to shard_fsdp.materialize()"
+)
+_INDEXING = {"index", "index_put_", "select", "slice"}
+_NO_DDP = (
+    "; if DistributedDataParallel wraps a module given to fully_shard(), leave it out: gradients "
+    "are averaged over ranks without it"
+)
+
 
 def no_meaning(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
     """Return the error for an operation that one piece alone cannot answer. Local.
@@ -21,11 +36,13 @@ def no_meaning(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runt
     tensor = first_sharded((*args, *kwargs.values()))
     where = tensor.spec.name if tensor is not None else "ShardTensor"
     shape = tensor.spec.global_shape if tensor is not None else ()
+    name = func._schema.name.removeprefix("aten::")
+    instead = _NOT_INDEXED if name in _INDEXING else _INSTEAD
+    if name == "view":  # DistributedDataParallel begins by laying all parameters end to end
+        instead += _NO_DDP
     return RuntimeError(
-        f"{where}: {func} has no meaning on one rank's piece of a tensor of shape {shape}; call "
-        f"full_tensor() (all ranks) and use the result, or use the parameter in a forward of the "
-        f"module that owns it; register_fsdp_forward_method() makes another method one, unshard() "
-        f"alone does not"
+        f"{where}: {func} has no meaning on one rank's piece of a tensor of shape {shape}; "
+        f"{instead}"
     )
 
 

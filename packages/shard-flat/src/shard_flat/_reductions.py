@@ -1,4 +1,4 @@
-"""Sums and norms of whole tensors, from what each rank's piece adds to them."""
+"""Sums, norms and extremes of whole tensors, from what each rank's piece adds to them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,39 @@ def _total(tensor: ShardTensor, dtype: torch.dtype) -> torch.Tensor:
     for comm in tensor.comms:
         comm.all_reduce(total, op="sum")
     return total
+
+
+def any_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``any()`` or ``all()`` over all elements. Collective."""
+    tensor: ShardTensor = args[0]
+    found: torch.Tensor = func(tensor._local_tensor)  # without elements: no, and yes
+    total = found.to(torch.int64)
+    for comm in tensor.comms:
+        comm.all_reduce(total, op="max" if func is torch.ops.aten.any.default else "min")
+    return total.to(found.dtype)
+
+
+def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``max()``, ``min()``, ``amax()`` or ``amin()`` over all elements; NaN wins. Collective."""
+    tensor: ShardTensor = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    if dim or dim == 0 or keepdim:
+        raise no_meaning(func, args, kwargs)
+    if not tensor.numel():
+        raise RuntimeError(f"{tensor.spec.name}: {func} of a tensor without elements")
+    piece, op = tensor._local_tensor, "max" if "max" in func._schema.name else "min"
+    # Without elements torch has no extreme, and a dtype that has none is to fail on all ranks.
+    best: torch.Tensor = func(piece if piece.numel() else piece.new_zeros(1))
+    dtype, is_floating = best.dtype, best.dtype.is_floating_point
+    best = best.to(torch.float64 if is_floating else torch.int64)
+    if not piece.numel():
+        ends = torch.iinfo(torch.int64)
+        lowest, highest = (-math.inf, math.inf) if is_floating else (ends.min, ends.max)
+        best.fill_(lowest if op == "max" else highest)
+    for comm in tensor.comms:
+        comm.all_reduce(best, op=op)
+    return best.to(dtype)
 
 
 def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

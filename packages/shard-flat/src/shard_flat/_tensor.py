@@ -28,9 +28,9 @@ class ShardTensor(DTensor):
     """A tensor with the parameter's global shape of which this rank holds one piece.
 
     ``shape``, ``ndim`` and ``numel()`` are global. Element-wise, ``_foreach_`` and ``_fused_``
-    operations run on the pieces in one dispatch per call. Norms and sums are reduced over ranks
-    and come back as plain tensors, one collective for a whole list. An operation without a
-    sharded meaning, or with a plain tensor beside the pieces, raises RuntimeError.
+    operations run on the pieces in one dispatch per call. Norms, sums and extremes are reduced
+    over ranks and come back as plain tensors, one collective for a whole list. An operation
+    without a sharded meaning, or with a plain tensor beside the pieces, raises RuntimeError.
 
     Args:
         local: ``[spec.stop - spec.start]``, this rank's elements; shared, not copied.

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from shard_fsdp._group import ParamGroup
     from shard_fsdp._unit import Unit
 
+# What errors call the exchanges, as in "all_reduce sum of 5 int64 for the end of a backward".
+_FIRST_FORWARD = "the start of the first forward"
+_END_OF_FORWARD = "the end of a forward without gradients"
+_END_OF_BACKWARD = "the end of a backward"
+
 
 class Trail:
     """What a set of ranks launched, in order.
@@ -71,12 +76,20 @@ class Verdict:
     complaint: str | None
 
 
-def agree_on_any(flags: Sequence[bool], comm: Comm, replicas: Comm | None) -> list[bool]:
+def agree_on_any(
+    flags: Sequence[bool], comm: Comm, replicas: Comm | None, *, name: str
+) -> list[bool]:
     """Return for each flag whether any rank sets it. One small all_reduce.
+
+    Args:
+        flags: of this rank.
+        comm: the ranks.
+        replicas: the ranks that hold the same.
+        name: where a step stands when its ranks call this, for errors about ranks that do not.
 
     **Collective**: all ranks of ``comm`` and of ``replicas``.
     """
-    counts = _sum_over_ranks(list(flags), comm, replicas)
+    counts = _sum_over_ranks(list(flags), comm, replicas, name=name)
     return [count > 0 for count in counts]
 
 
@@ -99,7 +112,7 @@ def agree_on_arrivals(
     if ranks == 1:
         return Verdict([a for a in arrivals if a.waiting], None)
     flags = [flag for a in arrivals for flag in (a.waiting, *a.seen)]
-    total = iter(_sum_on_one_trail(flags, trail, comm, replicas))
+    total = iter(_sum_on_one_trail(flags, trail, comm, replicas, name=_END_OF_BACKWARD))
     waiting: list[Arrivals] = []
     complaints: list[str] = []
     for arrival in arrivals:
@@ -129,7 +142,7 @@ def check_trail(trail: Trail, comm: Comm, replicas: Comm | None) -> None:
     **Collective**: all ranks of ``comm`` and of ``replicas``.
     """
     if _count(comm, replicas) > 1:
-        _sum_on_one_trail([], trail, comm, replicas)
+        _sum_on_one_trail([], trail, comm, replicas, name=_END_OF_FORWARD)
 
 
 def check_same_model(units: Sequence[Unit], comm: Comm, replicas: Comm | None) -> None:
@@ -155,7 +168,8 @@ def check_same_model(units: Sequence[Unit], comm: Comm, replicas: Comm | None) -
         for group in unit.groups
         for param, spec in zip(group.sharded_params, group.layout.specs, strict=True)
     ]
-    if _sum_if_same(_checksum("\n".join(lines)), [], comm, replicas) is not None:
+    checksum = _checksum("\n".join(lines))
+    if _sum_if_same(checksum, [], comm, replicas, name=_FIRST_FORWARD) is not None:
         return
     raise RuntimeError(
         f"the ranks sharded different models; the first difference is at number "
@@ -174,29 +188,32 @@ def _count(comm: Comm, replicas: Comm | None) -> int:
 
 
 def _sum_on_one_trail(
-    numbers: Sequence[int], trail: Trail, comm: Comm, replicas: Comm | None
+    numbers: Sequence[int], trail: Trail, comm: Comm, replicas: Comm | None, *, name: str
 ) -> list[int]:
-    total = _sum_if_same(trail.checksum, numbers, comm, replicas)
+    total = _sum_if_same(trail.checksum, numbers, comm, replicas, name=name)
     if total is None:
         raise RuntimeError(_where_trails_part(trail, comm, replicas))
     return total
 
 
 def _sum_if_same(
-    mine: int, numbers: Sequence[int], comm: Comm, replicas: Comm | None
+    mine: int, numbers: Sequence[int], comm: Comm, replicas: Comm | None, *, name: str
 ) -> list[int] | None:
     """Return the sums over ranks of ``numbers``; None where ``mine`` is not the same on all."""
-    once, squared, *total = _sum_over_ranks([mine, mine * mine, *numbers], comm, replicas)
+    numbers = [mine, mine * mine, *numbers]
+    once, squared, *total = _sum_over_ranks(numbers, comm, replicas, name=name)
     return total if once**2 == _count(comm, replicas) * squared else None
 
 
-def _sum_over_ranks(numbers: list[int], comm: Comm, replicas: Comm | None) -> list[int]:
+def _sum_over_ranks(
+    numbers: list[int], comm: Comm, replicas: Comm | None, *, name: str
+) -> list[int]:
     with torch._C._DisableFuncTorch():  # a transform around would wrap what is sent
         counts = torch.tensor(numbers, dtype=torch.int64, device=comm.device)
         if comm.size > 1:
-            comm.all_reduce(counts, op="sum")
+            comm.all_reduce(counts, op="sum", name=name)
         if replicas is not None:
-            replicas.all_reduce(counts, op="sum")
+            replicas.all_reduce(counts, op="sum", name=name)
         return [int(count) for count in counts.tolist()]
 
 

@@ -184,10 +184,13 @@ class Schedule:
         for unit in kept:
             unit.settle()
         for config, units in _by_ranks(kept):
-            stale = [unit.is_stale for unit in units]
-            for unit, drop in zip(
-                units, agree_on_any(stale, config.comm, config.replicas), strict=True
-            ):
+            stale = agree_on_any(
+                [unit.is_stale for unit in units],
+                config.comm,
+                config.replicas,
+                name="the start of a forward",
+            )
+            for unit, drop in zip(units, stale, strict=True):
                 if drop:
                     unit.reshard()
 

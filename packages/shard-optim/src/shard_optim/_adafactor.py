@@ -12,8 +12,9 @@ import torch
 from shard_flat import GatherComm, ShardTensor, power_sum
 from shard_optim._agree import CollectiveOptimizer, sharing
 from shard_optim._flat import Job
-from shard_optim._groups import Group, check_at_least_0
+from shard_optim._groups import Group
 from shard_optim._homes import Unit
+from shard_optim._hyper import check_at_least_0, check_numbers, check_several
 from shard_optim._offload import Offload
 from shard_optim._rows import Rows, pack, unpack
 from shard_optim._runs import flat_piece
@@ -58,7 +59,8 @@ class Adafactor(CollectiveOptimizer):
             stay. Results have the same bits.
 
     Raises:
-        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter is no
+            number.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
             contiguous or is not floating point; there is no such place to offload to.
@@ -99,12 +101,13 @@ class Adafactor(CollectiveOptimizer):
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_at_least_0(group, ("lr", "weight_decay"), where)
+        check_numbers(group, ("beta2_decay", "d"), where)
         if not group["beta2_decay"] <= 0:
             raise ValueError(f"{where}expected beta2_decay <= 0, got {group['beta2_decay']}")
         if not group["d"] > 0:
             raise ValueError(f"{where}expected d > 0, got {group['d']}")
-        eps = group["eps"]
-        if len(eps) != 2 or not all(each is None or each >= 0 for each in eps) or eps[1] is None:
+        eps = check_several(group, "eps", where, count=2, or_none=True)
+        if not all(each is None or each >= 0 for each in eps) or eps[1] is None:
             raise ValueError(
                 f"{where}expected eps of two numbers >= 0, the first perhaps None, got {eps}"
             )

@@ -11,7 +11,8 @@ from shard_optim._blocks import CODES
 from shard_optim._codec import decode_moments
 from shard_optim._copies import Copies
 from shard_optim._flat import FlatOptimizer, Job
-from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._groups import Group
+from shard_optim._hyper import check_at_least_0, check_decay
 from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
@@ -43,7 +44,8 @@ class Adam(FlatOptimizer):
             ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
-        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter is no
+            number.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
             not floating point; there is no such place to offload to.
@@ -116,7 +118,8 @@ class AdamW(Adam):
             ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
-        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter is no
+            number.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
             not floating point; there is no such place to offload to.
@@ -198,7 +201,8 @@ def check_adam(group: Group, where: str) -> None:
     """Check the hyper-parameters of Adam and its kin. Local.
 
     Raises:
-        ValueError: one is out of range; the message begins with ``where``.
+        TypeError: one is no number; the message begins with ``where``.
+        ValueError: one is out of range.
     """
     check_at_least_0(group, ("lr", "eps", "weight_decay"), where)
     check_decay(group, "betas", where, count=2)

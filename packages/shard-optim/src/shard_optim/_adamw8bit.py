@@ -54,7 +54,8 @@ class AdamW8bit(CollectiveOptimizer):
             a block. Results have the same bits.
 
     Raises:
-        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter is no
+            number.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
             not floating point; there is no such place to offload to.

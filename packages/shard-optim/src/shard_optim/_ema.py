@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from shard_flat import ShardTensor
-from shard_optim._groups import check_params, labels_of, unpack
+from shard_optim._groups import check_params, labels_of, listed, unpack
+from shard_optim._hyper import check_decay
 from shard_optim._runs import find_runs, flat_piece, join, piece_of
 from shard_optim._window import widened, windows
 
@@ -27,7 +28,8 @@ class EMA:
         decay: how much of the average is kept in an update, in [0, 1).
 
     Raises:
-        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        TypeError: a parameter is no tensor, or one of torch's own DTensors; the decay is no
+            number.
         ValueError: ``decay`` is out of range; there are no parameters; one is listed twice,
             shares memory with another, is no leaf, has holes between its elements or is not
             floating point; two have one name.
@@ -41,14 +43,8 @@ class EMA:
     """
 
     def __init__(self, params: Iterable[Any], decay: float = 0.999) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"expected decay in [0, 1), got {decay}")
-        entries = list(params)
-        if not entries:
-            raise ValueError(
-                "expected at least one parameter, got none; a generator gives its parameters only "
-                "once"
-            )
+        check_decay({"decay": decay}, "decay", "")
+        entries = listed(params)
         found, names = unpack(entries, [])
         check_params(found, names, [])
         if len(set(names)) < len(names):

@@ -20,6 +20,7 @@ from shard_optim._groups import (
     check_params,
     entries_of,
     labels_of,
+    listed,
     name_in,
     names_of,
     unpack,
@@ -74,7 +75,8 @@ class FlatOptimizer(Optimizer, ABC):
             parameters by default.
 
     Raises:
-        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter is no
+            number.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
             not floating point; there is no such place to offload to.
@@ -90,15 +92,8 @@ class FlatOptimizer(Optimizer, ABC):
         self._check_hyper(defaults, "")
         self._offload = Offload.of(offload)
         self._home = home_of(self._offload)
-        if not isinstance(params, torch.Tensor):
-            params = list(params)
-            if not params:
-                raise ValueError(
-                    "expected at least one parameter, got none; a generator gives its parameters "
-                    "only once"
-                )
         self._plans: dict[tuple[int, _Slots], StepPlan] = {}
-        super().__init__(params, defaults)
+        super().__init__(listed(params), defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made from; it moves its state to files of its own in a step."""
@@ -121,8 +116,8 @@ class FlatOptimizer(Optimizer, ABC):
             ValueError: as for the constructor; nothing was added.
         """
         if not isinstance(param_group["params"], set):  # torch's own check refuses sets
-            entries = param_group["params"] = entries_of(param_group)
             number = len(self.param_groups)
+            entries = param_group["params"] = entries_of(param_group, number)
             params, names = unpack(entries, self.param_groups)
             first = f" ({names[0]}, ...)" if names else ""
             self._check_hyper({**self.defaults, **param_group}, f"group {number}{first}: ")
@@ -214,6 +209,7 @@ class FlatOptimizer(Optimizer, ABC):
                 tensors, or from torch's optimizer of the same name with full tensors.
 
         Raises:
+            TypeError: a hyper-parameter is no number; nothing was changed.
             ValueError: groups or names differ, a slot is missing, or a shape does not fit;
                 nothing was changed.
 
@@ -246,7 +242,7 @@ class FlatOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _check_hyper(self, group: Group, where: str) -> None:
-        """Raise ValueError, beginning with ``where``, if a hyper-parameter is out of range."""
+        """Raise, beginning with ``where``, if a hyper-parameter is no number or out of range."""
 
     def _check_member(self, param: torch.Tensor, name: str, group: Group) -> None:
         """Raise ValueError if the optimizer has no update for a parameter of a group."""

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_flat import ShardTensor
@@ -56,10 +57,40 @@ def name_in(groups: Sequence[Group], param: torch.Tensor) -> str:
     return "a parameter of no group"
 
 
-def entries_of(group: Mapping[str, Any]) -> list[Any]:
-    """Return what is listed under ``"params"``: parameters, or pairs with names. Local."""
+def listed(params: Any) -> list[Any]:
+    """Return what an optimizer is given: parameters, pairs with names, or groups.
+
+    Raises:
+        TypeError: it is a module, a dictionary, one parameter, or nothing to iterate over.
+        ValueError: it is empty.
+
+    **Collective**: local.
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError(
+            f"params: expected an iterable of parameters, got one {type(params).__name__}; put it "
+            f"into a list"
+        )
+    found = _elements(params, "params: ")
+    if not found:
+        raise ValueError(
+            "expected at least one parameter, got none; a generator gives its parameters only once"
+        )
+    return found
+
+
+def entries_of(group: Mapping[str, Any], number: int) -> list[Any]:
+    """Return what is listed under ``"params"``: parameters, or pairs with names.
+
+    Raises:
+        TypeError: it is a module, a dictionary, or nothing to iterate over.
+
+    **Collective**: local.
+    """
     entries = group["params"]
-    return [entries] if isinstance(entries, torch.Tensor) else list(entries)
+    if isinstance(entries, torch.Tensor):
+        return [entries]
+    return _elements(entries, f"group {number}: params: ")
 
 
 def unpack(entries: Sequence[Any], groups: Sequence[Group]) -> tuple[list[Any], list[str]]:
@@ -84,44 +115,6 @@ def unpack(entries: Sequence[Any], groups: Sequence[Group]) -> tuple[list[Any], 
                 raise ValueError(f"{names[i]}: two parameters have this name; list one of them")
             taken.add(names[i])
     return params, names
-
-
-def check_at_least_0(group: Group, names: Iterable[str], where: str) -> None:
-    """Check hyper-parameters that may not be negative.
-
-    Args:
-        group: all hyper-parameters.
-        names: those to check.
-        where: how the message begins, ``""`` or ``"group 1 (w): "``.
-
-    Raises:
-        ValueError: one is below 0 or NaN.
-
-    **Collective**: local.
-    """
-    for name in names:
-        if not group[name] >= 0:
-            raise ValueError(f"{where}expected {name} >= 0, got {group[name]}")
-
-
-def check_decay(group: Group, name: str, where: str, *, count: int) -> None:
-    """Check factors of moving averages.
-
-    Args:
-        group: all hyper-parameters.
-        name: the one to check.
-        where: how the message begins.
-        count: how many numbers it has.
-
-    Raises:
-        ValueError: it has more or fewer, or one is outside of [0, 1).
-
-    **Collective**: local.
-    """
-    words = {1: "one", 2: "two", 3: "three"}
-    values = group[name]
-    if len(values) != count or not all(0 <= value < 1 for value in values):
-        raise ValueError(f"{where}expected {words[count]} {name} in [0, 1), got {values}")
 
 
 def check_params(params: Sequence[Any], names: Sequence[str], groups: Sequence[Group]) -> None:
@@ -186,6 +179,20 @@ def check_memory(params: Iterable[torch.Tensor], name_of: Callable[[torch.Tensor
                 f"after its forward; build the optimizer from module.parameters() outside of a "
                 f"forward"
             )
+
+
+def _elements(params: Any, where: str) -> list[Any]:
+    expected = f"{where}expected an iterable of parameters or of (name, parameter) pairs"
+    kind = type(params).__name__
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"{expected}, got the module {kind}; pass its named_parameters() or parameters()"
+        )
+    if isinstance(params, Mapping):
+        raise TypeError(f"{expected}, got a {kind}; pass its items(), or a group in a list")
+    if not isinstance(params, Iterable):
+        raise TypeError(f"{expected}, got {params!r}")
+    return list(params)
 
 
 def _check_param(param: Any, name: str) -> None:

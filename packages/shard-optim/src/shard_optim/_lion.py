@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shard_optim._flat import FlatOptimizer, Job
-from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._groups import Group
+from shard_optim._hyper import check_at_least_0, check_decay
 from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
@@ -36,7 +37,8 @@ class Lion(FlatOptimizer):
             ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
-        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter is no
+            number.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
             not floating point; there is no such place to offload to.

@@ -14,7 +14,8 @@ from shard_flat import GatherComm, ShardTensor
 from shard_optim._adam import MOMENTS, fused_adam
 from shard_optim._agree import CollectiveOptimizer
 from shard_optim._flat import Job
-from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._groups import Group
+from shard_optim._hyper import check_at_least_0, check_comm, check_decay
 from shard_optim._offload import Offload
 from shard_optim._owners import Ledger
 from shard_optim._plan import Lane
@@ -40,7 +41,7 @@ class MatrixOptimizer(CollectiveOptimizer, ABC):
         offload: where state lives.
 
     Raises:
-        TypeError: one of ``given`` has another name.
+        TypeError: one of ``given`` has another name; ``comm`` is no communicator.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class MatrixOptimizer(CollectiveOptimizer, ABC):
         strange = sorted(given.keys() - known.keys())
         if strange:
             raise TypeError(f"expected hyper-parameters among {sorted(known)}, got {strange}")
+        if comm is not None:
+            check_comm(comm)
         self._comm = comm if comm is not None and comm.size > 1 else None
         self._make_rooms()
         super().__init__(params, {**known, **given}, offload=offload)

@@ -13,7 +13,8 @@ import torch
 from shard_comm import Comm
 from shard_flat import ShardTensor
 from shard_optim._flat import Job
-from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._groups import Group
+from shard_optim._hyper import check_at_least_0, check_counts, check_decay, check_several
 from shard_optim._matrix import MatrixOptimizer
 from shard_optim._newton import cost_of, orthogonalized
 from shard_optim._offload import Offload
@@ -60,7 +61,7 @@ class Muon(MatrixOptimizer):
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter has
-            another name.
+            another name or is no number; ``comm`` is no communicator.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
             floating point, or its comm has no ``all_to_all``; there is no such place to offload to.
@@ -108,16 +109,13 @@ class Muon(MatrixOptimizer):
     def _check_hyper(self, group: Group, where: str) -> None:
         super()._check_hyper(group, where)
         check_at_least_0(group, ("eps",), where)
-        check_decay({"momentum": (group["momentum"],)}, "momentum", where, count=1)
+        check_decay(group, "momentum", where)
+        check_several(group, "ns_coefficients", where, count=3)
+        check_counts(group, ("ns_steps",), where)
         if group["adjust_lr_fn"] not in _ADJUSTMENTS:
             raise ValueError(
                 f"{where}expected adjust_lr_fn to be one of {_ADJUSTMENTS}, got "
                 f"{group['adjust_lr_fn']!r}"
-            )
-        if len(group["ns_coefficients"]) != 3 or group["ns_steps"] < 1:
-            raise ValueError(
-                f"{where}expected three ns_coefficients and at least one of ns_steps, got "
-                f"{group['ns_coefficients']} and {group['ns_steps']}"
             )
 
     def _is_settled(self, param: torch.Tensor) -> bool:

@@ -34,6 +34,7 @@ class Offload:
             a matrix's state whole have that of three at hand besides, where it is more.
 
     Raises:
+        TypeError: ``window_bytes`` is no integer.
         ValueError: a value is out of range, or the folder is none.
     """
 
@@ -44,6 +45,10 @@ class Offload:
     def __post_init__(self) -> None:
         if self.to not in _PLACES:
             raise ValueError(f"offload: expected one of {_PLACES} or None, got {self.to!r}")
+        if not isinstance(self.window_bytes, int | None):
+            raise TypeError(
+                f"offload: expected window_bytes to be an integer, got {self.window_bytes!r}"
+            )
         if self.window_bytes is not None and self.window_bytes < _MIN_WINDOW_BYTES:
             raise ValueError(
                 f"offload: expected window_bytes >= {_MIN_WINDOW_BYTES}, got {self.window_bytes}"

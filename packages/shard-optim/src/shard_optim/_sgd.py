@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shard_optim._flat import FlatOptimizer, Job
-from shard_optim._groups import Group, check_at_least_0
+from shard_optim._groups import Group
+from shard_optim._hyper import check_at_least_0, check_numbers
 from shard_optim._offload import Offload
 from shard_optim._plan import Lane
 from shard_optim._slots import Slot
@@ -39,7 +40,8 @@ class SGD(FlatOptimizer):
             ``"cpu"``, ``"disk"`` or an ``Offload``. Results have the same bits.
 
     Raises:
-        TypeError: a parameter is no tensor, or one of torch's own DTensors.
+        TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter is no
+            number.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements or is
             not floating point; there is no such place to offload to.
@@ -80,6 +82,7 @@ class SGD(FlatOptimizer):
 
     def _check_hyper(self, group: Group, where: str) -> None:
         check_at_least_0(group, ("lr", "momentum", "weight_decay"), where)
+        check_numbers(group, ("dampening",), where)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"{where}expected momentum > 0 and dampening 0 with nesterov, got "

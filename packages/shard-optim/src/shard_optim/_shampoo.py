@@ -9,7 +9,8 @@ import torch
 
 from shard_comm import Comm
 from shard_optim._factors import Block, FactorSlot, blocks_of, inverse_root
-from shard_optim._groups import Group, check_at_least_0
+from shard_optim._groups import Group
+from shard_optim._hyper import check_at_least_0, check_counts, check_numbers
 from shard_optim._matrix import OwnedOptimizer
 from shard_optim._offload import Offload
 from shard_optim._slots import OwnedSlot, Slot
@@ -61,7 +62,7 @@ class Shampoo(OwnedOptimizer):
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter has
-            another name.
+            another name or is no number; ``comm`` is no communicator.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
             floating point, or its comm has no ``all_to_all``; there is no such place to offload to.
@@ -112,11 +113,11 @@ class Shampoo(OwnedOptimizer):
         super()._check_hyper(group, where)
         check_at_least_0(group, ("ridge",), where)
         beta = group["shampoo_beta"]
-        if beta is not None and not 0 <= beta <= 1:
-            raise ValueError(f"{where}expected shampoo_beta in [0, 1], or None, got {beta}")
-        for name in ("precondition_frequency", "max_preconditioner_dim"):
-            if group[name] < 1:
-                raise ValueError(f"{where}expected {name} >= 1, got {group[name]}")
+        if beta is not None:
+            check_numbers(group, ("shampoo_beta",), where)
+            if not 0 <= beta <= 1:
+                raise ValueError(f"{where}expected shampoo_beta in [0, 1], or None, got {beta}")
+        check_counts(group, ("precondition_frequency", "max_preconditioner_dim"), where)
         if group["grafting"] not in _GRAFTINGS:
             raise ValueError(
                 f"{where}expected grafting to be one of {_GRAFTINGS}, got {group['grafting']!r}"

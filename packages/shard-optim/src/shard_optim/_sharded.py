@@ -12,7 +12,16 @@ from torch.optim import Optimizer
 from shard_comm import Comm
 from shard_flat import ShardTensor
 from shard_optim._flat import FlatOptimizer
-from shard_optim._groups import check_params, entries_of, labels_of, name_in, names_of, unpack
+from shard_optim._groups import (
+    check_params,
+    entries_of,
+    labels_of,
+    listed,
+    name_in,
+    names_of,
+    unpack,
+)
+from shard_optim._hyper import check_comm
 from shard_optim._shelf import Shelf
 from shard_optim._state import hyper_of, keys_of, pack_groups, through_hooks
 
@@ -20,7 +29,10 @@ _SCALARS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers, for a w
 
 # What is no element-wise optimizer, by class name, and the way out.
 _SHARES = "{0} of shard_optim takes these parameters and comm= itself"
-_CUT = "shard the parameters with shard_tensor or shard-fsdp and give them to {0} of shard_optim"
+_CUT = (
+    "shard the parameters with shard_tensor or shard-fsdp and give them to {0} of shard_optim, or "
+    "give it these, with all state on every rank"
+)
 _WAYS = {
     **dict.fromkeys(("Muon", "SOAP", "Shampoo"), _SHARES),
     **dict.fromkeys(("Adafactor", "AdamW8bit"), _CUT),
@@ -46,7 +58,7 @@ class ShardedOptimizer(Optimizer):
         hyper: what ``optimizer_class`` takes besides parameters.
 
     Raises:
-        TypeError: a parameter is no tensor.
+        TypeError: a parameter is no tensor; ``comm`` is no communicator.
         ValueError: ``optimizer_class`` works on whole matrices or all parameters at once; a
             parameter is sharded already; there are no parameters; one is listed twice, shares
             memory with another, is no leaf, has holes between its elements or is not floating
@@ -77,18 +89,12 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(
                 f"expected an element-wise optimizer, got {names[0]}; {_WAYS[whole].format(whole)}"
             )
-        if not isinstance(params, torch.Tensor):
-            params = list(params)
-            if not params:
-                raise ValueError(
-                    "expected at least one parameter, got none; a generator gives its parameters "
-                    "only once"
-                )
+        check_comm(comm)
         self._comm = comm
         self._shelves: list[Shelf] = []
         self._pieces: dict[torch.Tensor, ShardTensor] = {}
         self._inner: Optimizer | None = None
-        super().__init__(params, {})
+        super().__init__(listed(params), {})
         self._shelve(self.param_groups)
         groups = [self._inner_group(group) for group in self.param_groups]
         inner = make(groups, **hyper)
@@ -115,7 +121,7 @@ class ShardedOptimizer(Optimizer):
             ValueError: as for the constructor; nothing was added.
         """
         if not isinstance(param_group["params"], set):  # torch's own check refuses sets
-            entries = param_group["params"] = entries_of(param_group)
+            entries = param_group["params"] = entries_of(param_group, len(self.param_groups))
             params, names = unpack(entries, self.param_groups)
             for param, name in zip(params, names, strict=True):
                 if isinstance(param, ShardTensor):

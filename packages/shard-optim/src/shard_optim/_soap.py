@@ -9,7 +9,8 @@ import torch
 
 from shard_comm import Comm
 from shard_optim._eigen import eigen
-from shard_optim._groups import Group, check_at_least_0, check_decay
+from shard_optim._groups import Group
+from shard_optim._hyper import check_at_least_0, check_counts, check_decay
 from shard_optim._matrix import OwnedOptimizer
 from shard_optim._offload import Offload
 from shard_optim._slots import OwnedSlot, Slot
@@ -35,20 +36,21 @@ class SOAP(OwnedOptimizer):
         lr: learning rate, at least 0; a number or a scalar tensor.
         betas: decay of the first and second moment, each in [0, 1).
         weight_decay: decoupled decay, at least 0.
-        precondition_every: steps between two refreshes of the basis, at least 1.
+        precondition_frequency: steps between two refreshes of the basis, at least 1.
         comm: the ranks that hold the plain parameters, with the same values and gradients, as
             DistributedDataParallel leaves them. Each plain matrix is then worked on by one of
             them, by every rank else.
         offload: where state lives between steps: with the parameters by default, or ``"cpu"``,
             ``"disk"`` or an ``Offload``. That of one matrix after another is brought to its owner,
             the next one while one is worked on. Results have the same bits.
-        hyper: ``max_size``, a side of a matrix that is longer keeps its own basis, and no state;
-            ``eps``, added to the denominator; ``shampoo_beta``, the decay of the averages that
-            give the basis, the second of ``betas`` by default; ``elementwise`` and ``adam_eps``.
+        hyper: ``max_preconditioner_dim``, a side of a matrix that is longer keeps its own basis,
+            and no state; ``eps``, added to the denominator; ``shampoo_beta``, the decay of the
+            averages that give the basis, the second of ``betas`` by default; ``elementwise`` and
+            ``adam_eps``.
 
     Raises:
         TypeError: a parameter is no tensor, or one of torch's own DTensors; a hyper-parameter has
-            another name.
+            another name or is no number; ``comm`` is no communicator.
         ValueError: a hyper-parameter is out of range; there are no parameters; one is listed
             twice, shares memory with another, is no leaf, has holes between its elements, is not
             floating point, or its comm has no ``all_to_all``; there is no such place to offload to.
@@ -75,7 +77,7 @@ class SOAP(OwnedOptimizer):
         *,
         betas: tuple[float, float] = (0.95, 0.95),
         weight_decay: float = 0.01,
-        precondition_every: int = 10,
+        precondition_frequency: int = 10,
         comm: Comm | None = None,
         offload: str | Offload | None = None,
         **hyper: Any,
@@ -84,8 +86,8 @@ class SOAP(OwnedOptimizer):
             "lr": lr,
             "betas": betas,
             "weight_decay": weight_decay,
-            "precondition_every": precondition_every,
-            "max_size": 8192,
+            "precondition_frequency": precondition_frequency,
+            "max_preconditioner_dim": 8192,
             "eps": 1e-8,
             "shampoo_beta": None,
         }
@@ -93,20 +95,18 @@ class SOAP(OwnedOptimizer):
 
     def _check_hyper(self, group: Group, where: str) -> None:
         super()._check_hyper(group, where)
-        check_at_least_0(group, ("eps", "max_size"), where)
+        check_at_least_0(group, ("eps", "max_preconditioner_dim"), where)
         if group["shampoo_beta"] is not None:
-            check_decay({"shampoo_beta": (group["shampoo_beta"],)}, "shampoo_beta", where, count=1)
-        if group["precondition_every"] < 1:
-            raise ValueError(
-                f"{where}expected precondition_every >= 1, got {group['precondition_every']}"
-            )
+            check_decay(group, "shampoo_beta", where)
+        check_counts(group, ("precondition_frequency",), where)
 
     def _cost(self, group: Group, param: torch.Tensor) -> float:
         rows, columns = param.shape
         return float(6 * rows * columns * (rows + columns) + rows**3 + columns**3)
 
     def _matrix_slots(self, group: Group, param: torch.Tensor) -> tuple[Slot, ...]:
-        sides = tuple(s for s, dim in _SIDES.items() if param.shape[dim] <= group["max_size"])
+        most = group["max_preconditioner_dim"]
+        sides = tuple(s for s, dim in _SIDES.items() if param.shape[dim] <= most)
         return self._owned_slots(param, _slots, sides)
 
     def _solve(
@@ -155,7 +155,7 @@ def _learn(
     average.mul_(beta).add_(square.mul_(1 - beta))
     if step == 1:
         basis.copy_(eigen(average)[1])
-    elif step % group["precondition_every"] == 0:
+    elif step % group["precondition_frequency"] == 0:
         # One step of power iteration leaves the vectors in their order, which moments rely on.
         basis.copy_(torch.linalg.qr(average @ basis).Q)
 

@@ -18,10 +18,7 @@ from shard_train._errors import UsageError
 from shard_train._run import run
 from shard_train._toml import read_config
 
-_DESCRIPTION = """Fully sharded training for PyTorch.
-
-``shard ckpt`` lists, checks, compares and converts checkpoints: see ``shard ckpt --help``.
-"""
+_DESCRIPTION = "Fully sharded training for PyTorch."
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,14 @@ class TrainCommand:
     optim: OptimConfig
     run: RunConfig
     config: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointCommand:
+    """List, check, compare and convert checkpoints.
+
+    For its own commands see ``shard ckpt --help``.
+    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,8 +93,8 @@ def _parse(arguments: list[str]) -> TrainCommand:
     base = _from_file(arguments)
     default = TrainCommand(base.model, base.data, base.optim, base.run)
     train = Annotated[TrainCommand, tyro.conf.subcommand("train", default=default)]
-    # tyro makes subcommands of a union, which has at least two members.
-    commands: Any = train | Annotated[None, tyro.conf.Suppress]
+    # What follows `shard ckpt` is parsed by shard-ckpt; here the command has a name to be listed.
+    commands: Any = train | Annotated[CheckpointCommand, tyro.conf.subcommand("ckpt")]
     parsed = tyro.cli(
         commands,
         prog="shard",
