@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import _bench
 import check_alone
 import check_types
 import ci_matrix
@@ -297,6 +298,45 @@ class TestCheckTypes:
         assert shown({"shard-flat"}) == [["packages/shard-flat/src"], flat]
         sources = ["packages/shard-comm/src", "packages/shard-flat/src"]
         assert shown(set()) == [sources, flat, ["tests"]]
+
+
+class TestBench:
+    ROUNDS = [1.0, 2.0, 9.0], [2.0, 8.0, 3.0]
+
+    def test_medians_are_of_the_rounds_ratios(self) -> None:
+        """Not the ratio of medians: rounds 0.5, 0.25 and 3, or 2, 4 and a third."""
+        row = _bench.row_of("step, ms", "torch", *self.ROUNDS)
+        assert (row.ours, row.reference, row.ratio, row.met) == (2.0, 3.0, 0.5, True)
+        assert _bench.row_of("step, ms", "torch", *self.ROUNDS, faster=True).ratio == 2.0
+
+    @pytest.mark.parametrize(
+        ("target", "faster", "missed"),
+        [(0.5, False, False), (0.4, False, True), (2.0, True, False), (2.1, True, True)],
+    )
+    def test_a_target_that_is_missed_is_said(
+        self,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        target: float,
+        *,
+        faster: bool,
+        missed: bool,
+    ) -> None:
+        free = _bench.row_of("bytes", "the share", [70_000.0], [7.0])
+        row = _bench.row_of("step, ms", "torch", *self.ROUNDS, target=target, faster=faster)
+        assert _bench.report([free, row], tmp_path / "rows.json") == int(missed)
+        lines = capsys.readouterr().out.splitlines()
+        assert len({len(line) for line in lines}) == 1
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+        assert cells[0] == ["bytes", "the share", "70000", "7", "10000", "-"]
+        bound = f"{'>=' if faster else '<='} {target:g}{', missed' if missed else ''}"
+        assert cells[1] == ["step, ms", "torch", "2", "3", "2" if faster else "0.5", bound]
+        stored = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+        assert [each["met"] for each in stored] == [True, not missed]
+        assert stored[1]["target"] == target
+        _bench.report([free], tmp_path / "more.json", seconds=[1.5])
+        more = json.loads((tmp_path / "more.json").read_text(encoding="utf-8"))
+        assert more == {"seconds": [1.5], "rows": stored[:1]}
 
 
 def git(folder: Path, *words: str) -> None:

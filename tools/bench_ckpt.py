@@ -12,16 +12,13 @@ together stay below 6 GiB.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from _bench import Row, make_parser, report, row_of
 from shard_ckpt import load, save, save_async
 from shard_ckpt._crc import implementation
 from shard_comm import Comm, SoloComm
@@ -43,25 +41,6 @@ SLOTS = ("param", "exp_avg", "exp_avg_sq")
 MIB = 1 << 20
 
 Times = dict[str, list[float]]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        name: what is measured.
-        ours: the figure.
-        reference: what it is held against, in the same unit.
-        ratio: ours divided by the reference.
-        target: the most that the ratio may be; None where the figure is for information.
-    """
-
-    name: str
-    ours: float
-    reference: float
-    ratio: float
-    target: float | None
 
 
 @dataclass(frozen=True)
@@ -323,12 +302,6 @@ def peak_bytes() -> int:
     return _status("/proc/self/status", "VmHWM:") * 1024
 
 
-def row(name: str, ours: list[float], reference: list[float], target: float | None) -> Row:
-    """Return medians, and the median of the ratios of the rounds."""
-    ratio = statistics.median(a / b for a, b in zip(ours, reference, strict=True))
-    return Row(name, statistics.median(ours), statistics.median(reference), ratio, target)
-
-
 def save_rows(name: str, folder: Path, rounds: int) -> list[Row]:
     """Saving against torch.distributed.checkpoint and plain writing; the stall of async."""
     saved = run_ranks(time_saves, RANKS, name, str(folder), rounds, timeout_s=1800)[0]
@@ -337,10 +310,10 @@ def save_rows(name: str, folder: Path, rounds: int) -> list[Row]:
     copies = [max(pair) for pair in zip(*(times["copy"] for times in stalls), strict=True)]
     first = [max(times["first"][0] for times in stalls)]
     return [
-        row(f"{name}: save, s, against torch", saved["ours"], saved["dcp"], 1.0),
-        row(f"{name}: save, s, against plain writing", saved["ours"], saved["plain"], 1.25),
-        row(f"{name}: async stall, s, against a memory copy", longest, copies, 1.2),
-        row(f"{name}: first async stall, s, likewise", first, copies[:1], None),
+        row_of(f"{name}: save, s", "torch", saved["ours"], saved["dcp"], target=1.0),
+        row_of(f"{name}: save, s", "plain writing", saved["ours"], saved["plain"], target=1.25),
+        row_of(f"{name}: async stall, s", "a memory copy", longest, copies, target=1.2),
+        row_of(f"{name}: first async stall, s", "a memory copy", first, copies[:1]),
     ]
 
 
@@ -350,21 +323,26 @@ def load_rows(name: str, folder: Path, rounds: int) -> list[Row]:
     run_threads(write_by_others, OTHER_RANKS, name, str(folder), timeout_s=600)
     loaded = run_ranks(time_loads, RANKS, name, str(folder), rounds, timeout_s=1800)
     times = loaded[0]
-    other = f"{name}: load of {OTHER_RANKS} ranks', s"
+    load_s, other = f"{name}: load, s", f"{name}: load of {OTHER_RANKS} ranks', s"
     rows = [
-        row(f"{name}: load, s, against torch", times["same"], times["dcp"], 1.0),
-        row(f"{name}: load, s of processor, likewise", times["same cpu"], times["dcp cpu"], None),
-        row(f"{other}, against torch", times["other"], times["dcp"], 1.2),
-        row(f"{other}, against load", times["other"], times["same"], None),
+        row_of(load_s, "torch", times["same"], times["dcp"], target=1.0),
+        row_of(f"{load_s} of processor", "torch", times["same cpu"], times["dcp cpu"]),
+        row_of(other, "torch", times["other"], times["dcp"], target=1.2),
+        row_of(other, "load", times["other"], times["same"]),
     ]
+    share = times["share"][0] / MIB
     for kind, what in (("same", "load"), ("other", f"load of {OTHER_RANKS} ranks'")):
-        read = max(t[f"{kind} read"][0] / MIB for t in loaded)
-        mean = sum(t[f"{kind} read"][0] / MIB for t in loaded) / len(loaded)
+        read = [t[f"{kind} read"][0] / MIB for t in loaded]
         held = max(t[f"{kind} memory"][0] / MIB for t in loaded)
-        share = times["share"][0] / MIB
-        rows.append(row(f"{name}: {what}, MiB from storage, mean", [mean], [share], 1.01))
-        rows.append(row(f"{name}: {what}, MiB from storage, most", [read], [share], 1.01))
-        rows.append(row(f"{name}: {what}, MiB of memory besides", [held], [64.0], 1.0))
+        mean, most, besides = (
+            f"{name}: {what}, MiB {of}"
+            for of in ("from storage, mean", "from storage, most", "of memory besides")
+        )
+        rows += [
+            row_of(mean, "its share", [sum(read) / len(read)], [share], target=1.01),
+            row_of(most, "its share", [max(read)], [share], target=1.01),
+            row_of(besides, "64 MiB", [held], [64.0], target=1.0),
+        ]
     return rows
 
 
@@ -381,18 +359,17 @@ def tiny_rows(folder: Path) -> list[Row]:
         found[count] = saved - began, time.perf_counter() - saved
     few, many = found[10_000], found[100_000]
     return [
-        row("100,000 tiny tensors: save, s, against 10,000", [many[0]], [few[0]], 15.0),
-        row("100,000 tiny tensors: load, s, against 10,000", [many[1]], [few[1]], 15.0),
+        row_of(f"100,000 tiny tensors: {what}, s", "10,000", [large], [small], target=15.0)
+        for what, small, large in zip(("save", "load"), few, many, strict=True)
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; exit status 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description="Time saving and loading of checkpoints.")
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, help="of each model, instead of its own number")
     parser.add_argument("--models", nargs="+", choices=sorted(SIZES), default=["69M", "300M"])
     parser.add_argument("--folder", type=Path, help="where to write, by default here")
-    parser.add_argument("--json", type=Path, help="also write the rows there")
     arguments = parser.parse_args(argv)
     rows = []
     for name in arguments.models:
@@ -401,19 +378,9 @@ def main(argv: list[str] | None = None) -> int:
                 rows += measure(name, Path(folder), arguments.rounds or ROUNDS[name])
     with tempfile.TemporaryDirectory(dir=arguments.folder or Path.cwd()) as folder:
         rows += tiny_rows(Path(folder))
-    checksums = implementation().__module__
     print(f"torch {torch.__version__}, {RANKS} ranks, medians")
-    print(f"checksums by {checksums}")
-    print(f"{'':<58}{'ours':>10}{'reference':>12}{'ratio':>8}{'target':>8}")
-    for line in rows:
-        target = "-" if line.target is None else f"{line.target:.2f}"
-        print(
-            f"{line.name:<58}{line.ours:>10.3f}{line.reference:>12.3f}{line.ratio:>8.3f}{target:>8}"
-        )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(line) for line in rows], indent=2) + "\n")
-    missed = [line for line in rows if line.target is not None and line.ratio > line.target]
-    return 1 if missed else 0
+    print(f"checksums by {implementation().__module__}")
+    return report(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -12,47 +12,22 @@ device is the network: fast, so that what is saved on a network does not show.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from _bench import Row, make_parser, report, row_of
 from shard_comm import Comm, HierarchicalComm, SharedMemoryComm, comm_for
 from shard_testing import run_ranks
 
 SIZES_MIB = (16, 64)
-BARRIERS = 2000
+BARRIERS, BARRIER_US = 2000, 5.0  # in a row, and how long one may take
 CALLS = 8, 2  # in a row, ours and over Gloo
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        name: what is measured.
-        ours: milliseconds through shared memory, inside each host; of the barrier, microseconds.
-        reference: the same over Gloo.
-        ratio: how many times faster ours is.
-        target: the least that the ratio may be; of the barrier, the most that ``ours`` may be;
-            None where there is none.
-        met: whether it is.
-    """
-
-    name: str
-    ours: float
-    reference: float
-    ratio: float
-    target: float | None
-    met: bool
 
 
 def gather(comm: Comm, mib: int) -> Callable[[], None]:
@@ -113,13 +88,23 @@ Make = Callable[[Comm, int], Callable[[], None]]
 
 @dataclass(frozen=True)
 class Case:
-    """One collective of one size, ours and over Gloo; attributes as those of ``Row``."""
+    """One collective of one size, ours and over Gloo.
+
+    Attributes:
+        name: what is measured, and in which unit.
+        ours: makes our call.
+        theirs: makes that over Gloo.
+        mib: size of the full tensor.
+        target: how many times faster ours is to be.
+        per_s: units in a second.
+    """
 
     name: str
     ours: Make
     theirs: Make
     mib: int
     target: float | None
+    per_s: float = 1e3
 
 
 def cases_of(hosts: int) -> list[Case]:
@@ -137,7 +122,7 @@ def cases_of(hosts: int) -> list[Case]:
         for name, ours, theirs, target in kinds
         if hosts == 1 or ours is not gather_mapped
     ]
-    return [*cases, Case("barrier, us", barriers, barriers, 0, 5.0 if hosts == 1 else None)]
+    return [*cases, Case("barrier, us", barriers, barriers, 0, None, 1e6 / BARRIERS)]
 
 
 def measure(comm: Comm, rounds: int, hosts: int) -> list[tuple[list[float], list[float]]]:
@@ -167,53 +152,36 @@ def measure(comm: Comm, rounds: int, hosts: int) -> list[tuple[list[float], list
     return found
 
 
-def rows_of(found: list[list[tuple[list[float], list[float]]]], cases: list[Case]) -> list[Row]:
+def rows_of(found: list[list[tuple[list[float], list[float]]]], hosts: int) -> list[Row]:
     """Put together what the ranks measured."""
     rows = []
-    for index, case in enumerate(cases):
+    for index, case in enumerate(cases_of(hosts)):
         ours, theirs = (
-            [max(times) for times in zip(*(rank[index][which] for rank in found), strict=True)]
-            for which in (0, 1)
+            [case.per_s * max(each) for each in zip(*(r[index][side] for r in found), strict=True)]
+            for side in (0, 1)
         )
-        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-        last = case is cases[-1]
-        scale = 1e6 / BARRIERS if last else 1e3
-        mine, other = (statistics.median(times) * scale for times in (ours, theirs))
-        target = case.target
-        met = target is None or (mine < target if last else ratio >= target)
-        rows.append(Row(case.name, mine, other, ratio, target, met))
+        rows.append(row_of(case.name, "Gloo", ours, theirs, target=case.target, faster=True))
+        if case.ours is barriers and hosts == 1:
+            most = [BARRIER_US] * len(ours)
+            rows.append(row_of(case.name, "what it may take", ours, most, target=1.0, faster=True))
     return rows
-
-
-def _aim(row: Row, sign: str) -> str:
-    return f"{'-' if row.target is None else f'{sign} {row.target:g}':>9}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; exit status 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description="Time collectives through shared memory.")
+    parser = make_parser(__doc__, rounds=15)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hosts", type=int, default=1, help="as many, each of several ranks")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="also write the rows there")
     arguments = parser.parse_args(argv)
     ranks, rounds, hosts = arguments.ranks, arguments.rounds, arguments.hosts
     if not 0 < hosts < max(ranks, 2):
         parser.error(f"expected hosts below the {ranks} ranks, got {hosts}")
-    rows = rows_of(run_ranks(measure, ranks, rounds, hosts, timeout_s=600), cases_of(hosts))
+    rows = rows_of(run_ranks(measure, ranks, rounds, hosts, timeout_s=600), hosts)
     print(
         f"torch {torch.__version__}, {ranks} ranks of one thread, hosts: {hosts}, fp32, "
         f"{rounds} rounds, medians"
     )
-    print(f"{'':<44}{'ours':>10}{'Gloo':>10}{'ratio':>9}{'target':>9}")
-    for row in rows:
-        print(
-            f"{row.name:<44}{row.ours:>10.3f}{row.reference:>10.3f}{row.ratio:>9.1f}"
-            f"{_aim(row, '<' if row is rows[-1] else '>=')}{'' if row.met else '  missed'}"
-        )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    return 0 if all(row.met for row in rows) else 1
+    return report(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ none; 8-bit and 16-bit variants are held against AdamW.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from _bench import make_parser, print_table, write_json
 from shard_comm import Comm
 from shard_flat import ParamSpec, ShardTensor, plan_layout
 from shard_optim import SGD, SOAP, Adafactor, Adam, AdamW, AdamW8bit, Lion, Muon, Shampoo
@@ -173,33 +171,22 @@ def measure(name: str, case: Case, data: Sequence[torch.Tensor], ranks: int) -> 
     return Row(name, whole[0], ends[0], ends[1], ends[0] / ends[1], case.target, sharded == whole)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Lay rows out for a terminal or a Markdown page."""
-    lines = ["| optimizer | first loss | ours | reference | ratio | same bits as on one rank |"]
-    lines.append("|" + "---|" * 6)
-    for row in rows:
-        lines.append(
-            f"| {row.name} | {row.first:.4f} | {row.ours:.4f} | {row.reference:.4f} | "
-            f"{row.ratio:.4f} | {'yes' if row.same_bits else 'no'} |"
-        )
-    return "\n".join(lines)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the comparison; exit status 1 if a loss is too far off or bits differ."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="steps of each training")
     parser.add_argument("--ranks", type=int, default=3, help="threads that share the parameters")
-    parser.add_argument("--json", type=Path, help="where to write the rows besides")
     options = parser.parse_args(argv)
     if min(options.steps, options.ranks) < 1:
         parser.error("--steps and --ranks must be at least 1")
     data = batches(options.steps)
     rows = [measure(name, case, data, options.ranks) for name, case in cases().items()]
-    print(table(rows))
-    if options.json is not None:
-        text = json.dumps([asdict(row) for row in rows], indent=2)
-        options.json.write_text(text + "\n", encoding="utf-8")
+    lines = [["optimizer", "first loss", "ours", "reference", "ratio", "same bits as on one rank"]]
+    for row in rows:
+        figures = (f"{each:.4f}" for each in (row.first, row.ours, row.reference, row.ratio))
+        lines.append([row.name, *figures, "yes" if row.same_bits else "no"])
+    print_table(lines)
+    write_json(options.json, [asdict(row) for row in rows])
     return 1 if any(abs(r.ratio - 1) > r.target or not r.same_bits for r in rows) else 0
 
 

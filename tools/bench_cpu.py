@@ -11,8 +11,6 @@ same processes with torch loaded and nothing built.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -20,7 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from _bench import Row, make_parser, print_table, report, row_of
 from shard_comm import Comm
 from shard_fsdp import MixedPrecisionPolicy, fully_shard, materialize
 from shard_optim import AdamW
@@ -265,60 +264,30 @@ def peak_bytes(ranks: int, sizes: Sizes, name: str) -> int:
     return most - sum(before for before, _ in found)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        name: what is compared.
-        ratio: the figure.
-        target: what it should be.
-        at_most: the target is a limit from above, else from below.
-    """
-
-    name: str
-    ratio: float
-    target: float
-    at_most: bool
-
-    @property
-    def met(self) -> bool:
-        """Whether it is what it should be."""
-        return self.ratio <= self.target if self.at_most else self.ratio >= self.target
-
-
 def compare(times: dict[str, list[float]], ranks: int) -> list[Row]:
     """The ratios of steps that were taken."""
 
-    def ratio(slow: str, fast: str) -> float:
-        return statistics.median(a / b for a, b in zip(times[slow], times[fast], strict=True))
+    def against(name: str, kind: str, target: float, *, faster: bool = True) -> Row:
+        end = "" if kind == "fp32" else f" {kind}"
+        ours, theirs = ([1e3 * s for s in times[f"{who}{end}"]] for who in ("ours", name))
+        return row_of(f"step, {kind}, ms", name, ours, theirs, target=target, faster=faster)
 
     if ranks > (os.cpu_count() or 1):  # more ranks than processors: no slower is what is asked
-        return [
-            Row("times faster than FSDP2, fp32", ratio("FSDP2", "ours"), 1.0, at_most=False),
-            Row(
-                "times faster than FSDP2, bf16",
-                ratio("FSDP2 bf16", "ours bf16"),
-                1.0,
-                at_most=False,
-            ),
-        ]
+        return [against("FSDP2", "fp32", 1.0), against("FSDP2", "bf16", 1.0)]
     return [
-        Row("times faster than FSDP2, fp32", ratio("FSDP2", "ours"), 2.2, at_most=False),
-        Row("times faster than FSDP2, bf16", ratio("FSDP2 bf16", "ours bf16"), 3.0, at_most=False),
-        Row("times faster than DDP, fp32", ratio("DDP", "ours"), 1.35, at_most=False),
-        Row("times faster than FSDP1, fp32", ratio("FSDP1", "ours"), 1.0, at_most=False),
-        Row("step against bare compute, fp32", ratio("ours", "bare"), 1.10, at_most=True),
-        Row("step against bare compute, bf16", ratio("ours bf16", "bare bf16"), 1.10, at_most=True),
+        against("FSDP2", "fp32", 2.2),
+        against("FSDP2", "bf16", 3.0),
+        against("DDP", "fp32", 1.35),
+        against("FSDP1", "fp32", 1.0),
+        against("bare", "fp32", 1.10, faster=False),
+        against("bare", "bf16", 1.10, faster=False),
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; exit status 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description="Train a GPT on the CPUs of one host.")
+    parser = make_parser(__doc__, rounds=7)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--small", action="store_true", help="a small model, to try the script")
     parser.add_argument("--no-memory", action="store_true", help="only the times")
     arguments = parser.parse_args(argv)
@@ -334,24 +303,20 @@ def main(argv: list[str] | None = None) -> int:
         for name in ("ours", "FSDP2", "ours bf16", "FSDP2 bf16"):
             held[name] = peak_bytes(arguments.ranks, sizes, name)
         for kind in ("", " bf16"):
-            ratio = held[f"ours{kind}"] / held[f"FSDP2{kind}"]
-            rows.append(Row(f"peak memory against FSDP2{kind or ', fp32'}", ratio, 0.6, True))
+            ours, theirs = ([held[f"{name}{kind}"] / 2**20] for name in ("ours", "FSDP2"))
+            memory = f"peak memory,{kind or ' fp32'}, MiB"
+            rows.append(row_of(memory, "FSDP2", ours, theirs, target=0.6))
     print(
         f"torch {torch.__version__}, {arguments.ranks} ranks of one thread on "
         f"{os.cpu_count()} processors, {arguments.rounds} rounds, medians"
     )
-    print(f"{'':<16}{'step, ms':>10}{'peak, MiB':>12}")
+    lines = [["system", "step, ms", "peak, MiB"]]
     for name in names:
-        peak = f"{held[name] / 2**20:>12.0f}" if name in held else f"{'':>12}"
-        print(f"{name:<16}{statistics.median(times[name]) * 1e3:>10.1f}{peak}")
-    print(f"\n{'':<40}{'ratio':>8}{'target':>10}")
-    for row in rows:
-        bound = f"{'<=' if row.at_most else '>='} {row.target:.2f}"
-        print(f"{row.name:<40}{row.ratio:>8.2f}{bound:>10}{'' if row.met else '  missed'}")
-    if arguments.json is not None:
-        figures = {"times_s": times, "peak_bytes": held, "rows": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return 0 if all(row.met for row in rows) else 1
+        peak = f"{held[name] / 2**20:.0f}" if name in held else ""
+        lines.append([name, f"{statistics.median(times[name]) * 1e3:.1f}", peak])
+    print_table(lines)
+    print()
+    return report(rows, arguments.json, times_s=times, peak_bytes=held)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,12 @@ on the device. Then a trace of one step of ours is searched for full-size copies
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from _bench import make_parser, print_table, write_json
 from shard_fsdp import fully_shard
 from shard_optim import AdamW
 from shard_testing import DecoderBlock, TinyDecoder
@@ -147,10 +145,9 @@ def _product(shape: list[int]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; exit status 1 if a promise does not hold, 3 without a device."""
-    parser = argparse.ArgumentParser(description="Time a 1B-parameter decoder on one device.")
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
@@ -164,19 +161,17 @@ def main(argv: list[str] | None = None) -> int:
         copies = full_size_copies(2)
         dist.destroy_process_group()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {arguments.steps} steps")
-    print(f"{'':<14}{'step ms':>10}{'to bare':>10}{'peak GiB':>10}{'grew B':>10}")
+    lines = [["model", "step ms", "to bare", "peak GiB", "grew B"]]
     for row in rows:
         ratio = row.step_ms / rows[0].step_ms
-        print(
-            f"{row.name:<14}{row.step_ms:>10.1f}{ratio:>10.3f}{row.peak_gib:>10.2f}"
-            f"{row.peak_grew_bytes:>10}"
-        )
+        shown = f"{row.step_ms:.1f}", f"{ratio:.3f}", f"{row.peak_gib:.2f}"
+        lines.append([row.name, *shown, str(row.peak_grew_bytes)])
+    print_table(lines)
     print(f"full-size copies in a step of ours: {len(copies)}")
     for copied in copies:
         print(f"  {copied}")
-    if arguments.json is not None:
-        figures = {"rows": [asdict(row) for row in rows], "full_size_copies": copies}
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = {"rows": [asdict(row) for row in rows], "full_size_copies": copies}
+    write_json(arguments.json, figures)
     mine = rows[1]
     return 0 if mine.peak_grew_bytes == 0 and not copies else 1
 

@@ -5,22 +5,19 @@
 Two ranks are two processes over Gloo with one thread each. Both sides begin with what two ranks
 saved of the same model, whole rows on each, and end with the same files. Ours and the reference
 take turns in every round; a round lasts as long as its slower rank, and the ratio is the median
-over rounds. Ours compares checksums, torch has none. Neither waits for the disk, as torch's cannot,
-but in the last row, where torch's files are synced after it.
+over rounds. Seconds of the processor are the busier rank's: on an idle machine, what is not spent
+waiting for the disk. Ours compares checksums, torch has none. Neither waits for the disk, as
+torch's cannot, but in the last rows, where torch's files are synced after it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from _bench import Row, make_parser, report, row_of
 from shard_ckpt import export_hf, save
 from shard_comm import Comm, SoloComm
 from shard_flat import shard_tensor
@@ -42,30 +40,6 @@ from shard_testing import run_ranks
 
 _WORLD_SIZE = 2
 _FILES = 2
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        name: What is measured.
-        reference: What it is measured against.
-        ours_s: Median time of a round.
-        reference_s: Median time of a round of the reference.
-        speedup: Median over rounds of the reference divided by ours.
-        busy: The same of seconds of the processor, of the busier rank: on an idle machine, what is
-            not spent waiting for the disk.
-        target: What the speed-up is to reach; None where nothing is promised.
-    """
-
-    name: str
-    reference: str
-    ours_s: float
-    reference_s: float
-    speedup: float
-    busy: float
-    target: float | None
 
 
 class Took(NamedTuple):
@@ -154,18 +128,10 @@ def bench_rank(
             if turn:  # the first round warms up
                 mine.append(pair[0])
                 his.append(pair[1])
-        pairs = list(zip(mine, his, strict=True))
-        rows.append(
-            Row(
-                name,
-                reference,
-                statistics.median(took.wall_s for took in mine),
-                statistics.median(took.wall_s for took in his),
-                statistics.median(b.wall_s / a.wall_s for a, b in pairs),
-                statistics.median(b.busy_s / a.busy_s for a, b in pairs),
-                target,
-            )
-        )
+        wall = [took.wall_s for took in mine], [took.wall_s for took in his]
+        busy = [took.busy_s for took in mine], [took.busy_s for took in his]
+        rows.append(row_of(f"{name}, s", reference, *wall, target=target, faster=True))
+        rows.append(row_of(f"{name}, s of processor", reference, *busy, faster=True))
     return rows
 
 
@@ -201,31 +167,18 @@ def check_same(one: Path, other: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; exit status 1 if a target was missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    """Run the comparison; exit status 1 if a target is missed."""
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--width", type=int, default=1024, help="of the decoder")
     parser.add_argument("--layers", type=int, default=21, help="of the decoder")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
-    parser.add_argument("--json", type=Path, help="where to write the rows besides")
     options = parser.parse_args(argv)
     shapes = shapes_of(options.width, options.layers)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows: list[Row] = run_ranks(
             bench_rank, _WORLD_SIZE, Path(folder), shapes, options.rounds, timeout_s=1200
         )[0]
-    print("| measured | against | ours, s | theirs, s | speed-up | of processor | target |")
-    print("|" + "---|" * 7)
-    for row in rows:
-        target = "" if row.target is None else f">= {row.target:g}"
-        print(
-            f"| {row.name} | {row.reference} | {row.ours_s:.2f} | {row.reference_s:.2f} | "
-            f"{row.speedup:.1f} | {row.busy:.1f} | {target} |"
-        )
-    if options.json is not None:
-        text = json.dumps([asdict(row) for row in rows], indent=2)
-        options.json.write_text(text + "\n", encoding="utf-8")
-    return 1 if any(row.target is not None and row.speedup < row.target for row in rows) else 0
+    return report(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,9 @@ difference of a tenth by itself.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from _bench import Row, make_parser, report, row_of
 from shard_comm import Comm, PlanComm
 from shard_flat import ParamSpec, Shadow, ShardTensor, plan_layout
 from shard_optim import (
@@ -46,27 +42,6 @@ from shard_testing import run_ranks
 _WORLD_SIZE = 2
 _TINY_NUMEL = 64
 _HYPER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        name: What is measured.
-        reference: What it is measured against.
-        ours_ms: Median time of a round; 0 where something is counted.
-        reference_ms: Median time of a round of the reference.
-        ratio: Median over rounds of ours divided by the reference.
-        target: What the ratio is to stay below; None where nothing is promised.
-    """
-
-    name: str
-    reference: str
-    ours_ms: float
-    reference_ms: float
-    ratio: float
-    target: float | None
 
 
 def sharded_params(comm: Comm, shapes: Sequence[tuple[int, ...]]) -> list[ShardTensor]:
@@ -97,28 +72,19 @@ def model_shapes(numel: int) -> list[tuple[int, ...]]:
 def compare(
     comm: Comm, ours: Callable[[], Any], reference: Callable[[], Any], rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Return seconds per round of the slower rank, after two rounds that do not count."""
-    times: tuple[list[float], list[float]] = ([], [])
+    """Return milliseconds per round of the slower rank, after two rounds that do not count."""
+    times_ms: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds + 2):
-        for call, seconds in zip((ours, reference), times, strict=True):
+        for call, own in zip((ours, reference), times_ms, strict=True):
             comm.barrier()
             began = time.perf_counter()
             call()
-            seconds.append(time.perf_counter() - began)
-    everyone = comm.all_gather_object(times)
+            own.append(1e3 * (time.perf_counter() - began))
+    everyone = comm.all_gather_object(times_ms)
     slowest = [
         [max(each) for each in zip(*side, strict=True)] for side in zip(*everyone, strict=True)
     ]
     return slowest[0][2:], slowest[1][2:]
-
-
-def row(
-    name: str, reference: str, times: tuple[list[float], list[float]], *, target: float | None
-) -> Row:
-    """Summarise the rounds of one comparison."""
-    ratios = [ours / theirs for ours, theirs in zip(*times, strict=True)]
-    ours, theirs = (1e3 * statistics.median(side) for side in times)
-    return Row(name, reference, ours, theirs, statistics.median(ratios), target)
 
 
 def bench_rank(comm: Comm, numel: int, tiny: int, kinds: int, rounds: int) -> list[Row]:
@@ -160,7 +126,7 @@ def bench_large(comm: Comm, numel: int, rounds: int) -> list[Row]:
     total = sum(param.numel() for param in params)
     ours = AdamW(params, **_HYPER)
     flat, theirs = flat_twin(params, ours)
-    what = f"{total / 1e6:.0f}M elements on {comm.size} ranks"
+    what = f"{total / 1e6:.0f}M elements on {comm.size} ranks, ms"
     stepped = compare(comm, ours.step, theirs.step, rounds)
     clipped = compare(
         comm,
@@ -169,8 +135,8 @@ def bench_large(comm: Comm, numel: int, rounds: int) -> list[Row]:
         rounds,
     )
     return [
-        row(f"AdamW, {what}", "torch fused, one flat tensor", stepped, target=1.05),
-        row(f"clip, {what}", "torch, one flat tensor, float32, local", clipped, target=None),
+        row_of(f"AdamW, {what}", "torch fused, one flat tensor", *stepped, target=1.05),
+        row_of(f"clip, {what}", "torch, one flat tensor, float32, local", *clipped),
     ]
 
 
@@ -193,8 +159,8 @@ def bench_copy(comm: Comm, numel: int, rounds: int) -> Row:
         optimizer.step()
         copy.copy_(shard)
 
-    name = f"AdamW and a copy in bfloat16, {numel / 1e6:.0f}M elements on {comm.size} ranks"
-    return row(name, "the step, then the copy", compare(comm, ours, theirs, rounds), target=None)
+    name = f"AdamW and a copy in bfloat16, {numel / 1e6:.0f}M elements on {comm.size} ranks, ms"
+    return row_of(name, "the step, then the copy", *compare(comm, ours, theirs, rounds))
 
 
 def bench_tiny(comm: Comm, count: int, rounds: int) -> list[Row]:
@@ -209,7 +175,7 @@ def bench_tiny(comm: Comm, count: int, rounds: int) -> list[Row]:
     for dtensor in dtensors:
         dtensor.grad = torch.ones_like(dtensor)
     ours, theirs = AdamW(params, **_HYPER), torch.optim.AdamW(dtensors, fused=True, **_HYPER)
-    what = f"{count} parameters of {_TINY_NUMEL}"
+    what = f"{count} parameters of {_TINY_NUMEL}, ms"
     stepped = compare(comm, ours.step, theirs.step, rounds)
     clipped = compare(
         comm,
@@ -218,8 +184,8 @@ def bench_tiny(comm: Comm, count: int, rounds: int) -> list[Row]:
         rounds,
     )
     return [
-        row(f"AdamW, {what}", "torch fused, DTensors", stepped, target=0.25),
-        row(f"clip, {what}", "torch, DTensors", clipped, target=None),
+        row_of(f"AdamW, {what}", "torch fused, DTensors", *stepped, target=0.25),
+        row_of(f"clip, {what}", "torch, DTensors", *clipped),
     ]
 
 
@@ -237,13 +203,12 @@ def bench_kinds(comm: Comm, numel: int, rounds: int) -> list[Row]:
         ("AdamW8bit", AdamW8bit(params), adamw),
         ("Adafactor", Adafactor(params), torch.optim.Adafactor([flat])),
     ]
-    what = f"{numel / 1e6:.0f}M elements on {comm.size} ranks"
+    what = f"{numel / 1e6:.0f}M elements on {comm.size} ranks, ms"
     return [
-        row(
+        row_of(
             f"{name}, {what}",
             f"torch {type(theirs).__name__}, one flat tensor",
-            compare(comm, ours.step, theirs.step, rounds),
-            target=None,
+            *compare(comm, ours.step, theirs.step, rounds),
         )
         for name, ours, theirs in pairs
     ]
@@ -257,18 +222,18 @@ def bench_replicated(comm: Comm, numel: int, rounds: int) -> Row:
         param.grad = torch.ones_like(param)
     sharded = ShardedOptimizer(ours, AdamW, comm=comm, **_HYPER)
     whole = torch.optim.AdamW(theirs, fused=True, **_HYPER)
-    name = f"ShardedOptimizer of AdamW, {numel / 1e6:.0f}M elements on {comm.size} ranks"
+    name = f"ShardedOptimizer of AdamW, {numel / 1e6:.0f}M elements on {comm.size} ranks, ms"
     times = compare(comm, sharded.step, whole.step, rounds)
-    return row(name, "torch fused, whole on every rank", times, target=None)
+    return row_of(name, "torch fused, whole on every rank", *times)
 
 
 def bench_offload(comm: Comm, kind: Any, numel: int, rounds: int) -> Row:
     """Compare state on disk, in the file cache where there is room, with state in memory."""
     here, away = (sharded_params(comm, model_shapes(numel)) for _ in range(2))
     ours, theirs = kind(away, offload=Offload("disk"), **_HYPER), kind(here, **_HYPER)
-    name = f"{kind.__name__}, state on disk, {numel / 1e6:.0f}M elements on {comm.size} ranks"
+    name = f"{kind.__name__}, state on disk, {numel / 1e6:.0f}M elements on {comm.size} ranks, ms"
     times = compare(comm, ours.step, theirs.step, rounds)
-    return row(name, f"{kind.__name__}, state in memory", times, target=None)
+    return row_of(name, f"{kind.__name__}, state in memory", *times)
 
 
 def count_matrices() -> list[Row]:
@@ -291,47 +256,29 @@ def count_matrices() -> list[Row]:
                 held = sum(p.numel() * p.dtype.itemsize for p in params if p.ndim == 2)
             (loads,) = optimizer._workshop.loads.values()
             what = f"{name}, {size} ranks"
-            busiest = max(loads) * size / sum(loads)
-            rows.append(Row(f"{what}, bytes sent", "bytes of matrices", 0, 0, sent / held, 2.0))
-            rows.append(Row(f"{what}, largest load", "the mean", 0, 0, busiest, 1.2))
+            mean = sum(loads) / size
+            rows += [
+                row_of(f"{what}, bytes sent", "bytes of matrices", [sent], [held], target=2.0),
+                row_of(f"{what}, largest load", "the mean", [max(loads)], [mean], target=1.2),
+            ]
     return rows
 
 
 _BLOCK: list[tuple[int, ...]] = [(64,), (192, 64), (64, 64), (64,), (256, 64), (64, 256)]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Lay rows out for a terminal or a Markdown page."""
-    lines = ["| measured | against | ours, ms | theirs, ms | ratio | target |", "|" + "---|" * 6]
-    for each in rows:
-        target = "" if each.target is None else f"<= {each.target:g}"
-        times = [f"{ms:.2f}" if ms else "" for ms in (each.ours_ms, each.reference_ms)]
-        lines.append(
-            f"| {each.name} | {each.reference} | {times[0]} | {times[1]} | {each.ratio:.3f} | "
-            f"{target} |"
-        )
-    return "\n".join(lines)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; exit status 1 if a target was missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    """Run the comparison; exit status 1 if a target is missed."""
+    parser = make_parser(__doc__, rounds=21)
     parser.add_argument("--numel", type=int, default=69_000_000, help="elements of the large model")
     parser.add_argument("--tiny", type=int, default=2000, help="number of tiny parameters")
     parser.add_argument("--kinds", type=int, default=8_000_000, help="elements for other kinds")
-    parser.add_argument("--rounds", type=int, default=21, help="rounds that count")
-    parser.add_argument("--json", type=Path, help="where to write the rows besides")
     options = parser.parse_args(argv)
     arguments = (options.numel, options.tiny, options.kinds, options.rounds)
     if min(arguments) < 1:
         parser.error("--numel, --tiny, --kinds and --rounds must be at least 1")
     rows: list[Row] = run_ranks(bench_rank, _WORLD_SIZE, *arguments, timeout_s=1200)[0]
-    rows += count_matrices()
-    print(table(rows))
-    if options.json is not None:
-        text = json.dumps([asdict(each) for each in rows], indent=2)
-        options.json.write_text(text + "\n", encoding="utf-8")
-    return 1 if any(r.target is not None and r.ratio > r.target for r in rows) else 0
+    return report([*rows, *count_matrices()], options.json)
 
 
 if __name__ == "__main__":

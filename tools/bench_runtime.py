@@ -8,15 +8,10 @@ model, ours and torch's FSDP2 take turns in every round, and ratios are medians 
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,31 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from _bench import Row, make_parser, report, row_of
 from shard_comm import Comm, Recorded, SoloComm
 from shard_fsdp import fully_shard
 from shard_testing import DecoderBlock, TinyDecoder, run_threads, token_batches
 from shard_wrap import by_class
 
 UNITS = 64
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        name: what is measured.
-        ours: the figure.
-        reference: what it is held against, in the same unit.
-        ratio: ours divided by the reference.
-        target: the most that the ratio may be.
-    """
-
-    name: str
-    ours: float
-    reference: float
-    ratio: float
-    target: float
 
 
 class TinyUnit(nn.Module):
@@ -102,14 +79,8 @@ def host_overhead(rounds: int) -> Row:
     times = take_turns([bare, ours, theirs], torch.ones(4, 8), rounds)
     mine = [(b - a) / UNITS * 1e6 for a, b in zip(times[0], times[1], strict=True)]
     other = [(b - a) / UNITS * 1e6 for a, b in zip(times[0], times[2], strict=True)]
-    ratio = statistics.median(a / b for a, b in zip(mine, other, strict=True))
-    return Row(
-        "host overhead per unit and step, us, against torch FSDP2",
-        statistics.median(mine),
-        statistics.median(other),
-        ratio,
-        0.5,
-    )
+    name = "host overhead per unit and step, us"
+    return row_of(name, "torch FSDP2", mine, other, target=0.5)
 
 
 def one_rank_cost(rounds: int) -> Row:
@@ -119,14 +90,8 @@ def one_rank_cost(rounds: int) -> Row:
     fully_shard(ours, mesh=SoloComm(), policy=by_class(DecoderBlock))
     tokens = token_batches(1, 1, vocab=512, shape=(4, 128))[0][0]
     times = take_turns([bare, ours], tokens, rounds)
-    ratio = statistics.median(b / a for a, b in zip(times[0], times[1], strict=True))
-    return Row(
-        "step on one rank, ms, against the bare model",
-        statistics.median(times[1]) * 1e3,
-        statistics.median(times[0]) * 1e3,
-        ratio,
-        1.02,
-    )
+    bare_ms, ours_ms = ([1e3 * seconds for seconds in each] for each in times)
+    return row_of("step on one rank, ms", "the bare model", ours_ms, bare_ms, target=1.02)
 
 
 class Adapted(nn.Module):
@@ -168,17 +133,14 @@ def adapter_bytes() -> list[Row]:
     """Bytes reduced, and bytes of gradients held over all ranks, against the trainable ones."""
     reduced, held, trainable = run_threads(_adapter_bytes, 2)[0]
     return [
-        Row("LoRA: bytes reduced", reduced, trainable, reduced / trainable, 1.0),
-        Row("LoRA: bytes of gradients held", held, trainable, held / trainable, 1.0),
+        row_of(f"LoRA: bytes {what}", "trainable bytes", [nbytes], [trainable], target=1.0)
+        for what, nbytes in (("reduced", reduced), ("of gradients held", held))
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; exit status 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description="Time and count what the runtime adds to a step.")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="also write the rows there")
-    arguments = parser.parse_args(argv)
+    arguments = make_parser(__doc__, rounds=30).parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -189,15 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         ]
         dist.destroy_process_group()
     print(f"torch {torch.__version__}, one thread, {arguments.rounds} rounds, medians")
-    print(f"{'':<58}{'ours':>10}{'reference':>12}{'ratio':>8}{'target':>8}")
-    for row in rows:
-        print(
-            f"{row.name:<58}{row.ours:>10.2f}{row.reference:>12.2f}{row.ratio:>8.3f}"
-            f"{row.target:>8.2f}"
-        )
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    return 0 if all(row.ratio <= row.target for row in rows) else 1
+    return report(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ def test_nothing_is_lent_where_there_is_no_copy_or_somebody_reads_it() -> None:
     shadow = Shadow(flat)
     shadow.settle()
     assert shadow.lend() is None
+    with pytest.raises(ValueError, match=r"expected a copy of shape \[4\], got \[3\]"):
+        shadow.attach(torch.ones(3, dtype=torch.float16), lambda: True)
     read = [True]
     shadow.attach(torch.ones(4, dtype=torch.float16), lambda: not read[0])
     assert not shadow.is_current  # nothing was copied there

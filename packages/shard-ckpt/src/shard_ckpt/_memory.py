@@ -60,15 +60,15 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
     In wide words where memory is aligned for them: torch is a fifth slower with single bytes.
     """
-    words = 0
+    done = 0
+    places = [at for t in (target, source) for at in (t.storage_offset(), t.data_ptr())]
     for word in (torch.int64, torch.int16):
-        places = [at for t in (target, source) for at in (t.storage_offset(), t.data_ptr())]
         if not any(at % word.itemsize for at in places):
-            words = target.numel() // word.itemsize * word.itemsize
-            target[:words].view(word).copy_(source[:words].view(word), non_blocking=True)
+            done = target.numel() // word.itemsize * word.itemsize
+            target[:done].view(word).copy_(source[:done].view(word), non_blocking=True)
             break
-    if words < target.numel():
-        target[words:].copy_(source[words:], non_blocking=True)
+    if done < target.numel():
+        target[done:].copy_(source[done:], non_blocking=True)
 
 
 def joined_runs(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

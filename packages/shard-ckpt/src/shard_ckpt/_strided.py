@@ -17,8 +17,8 @@ class Cut(NamedTuple):
         dim: of the tensor.
         parts: how many ranks share it.
         part: which of them this one is.
-        factor: into how many parts the tensor counts as cut by later cuts before this one; 1 for
-            torch's ``Shard``, more for ``_StridedShard``.
+        factor: ``split_factor`` of torch's ``_StridedShard``, into how many parts later dimensions
+            of the mesh had cut ``dim`` before this cut was made; 1 for ``Shard``.
     """
 
     dim: int
@@ -48,8 +48,8 @@ def strided_boxes(
         cuts: in the order of the mesh's dimensions.
 
     Returns:
-        One block in nearly every case. None where neither reading gives this shape, or one gives
-        it in pieces; two where both give one block, and differ.
+        One block in nearly every case. An empty set where neither reading gives this shape, or one
+        gives it in pieces; two where both give one block, and differ.
     """
     made = _in_order_of_making(cuts)
     found = set()
@@ -65,7 +65,10 @@ def strided_boxes(
 
 
 def _in_order_of_making(cuts: Sequence[Cut]) -> list[Cut] | None:
-    """Return plain cuts that come to the same, where factors are those of cuts made before."""
+    """Return the cuts without factors, as if made one after the other in this order.
+
+    None where a factor is not the product of the parts of cuts that may have been made before.
+    """
     made: dict[int, list[Cut]] = {}
     for cut in reversed(cuts):
         others = made.setdefault(cut.dim, [])

@@ -26,6 +26,7 @@ logger = logging.getLogger("shard_comm")
 _ARENA_BYTES = 1 << 40  # of the file, not of memory
 _LOOK_S = 0.05
 _WARN_S = 10.0
+_SPEAK_S = 2.0  # how long the rank that speaks for all may take to, on a machine under load
 _BARRIER = Call("barrier")
 
 # A rank that waits in one group also does what others wait for in another.
@@ -323,7 +324,7 @@ class Engine:
             claimed = self.file.claim(self.size)
             for earlier in self.board.last_words().values():
                 return earlier
-            if claimed or patience.waited_s > _LOOK_S:  # who claimed it stands still
+            if claimed or patience.waited_s > _SPEAK_S:  # who claimed it stands still
                 return reason
             patience.pause()
 

@@ -129,7 +129,12 @@ class HierarchicalComm(Comm):
         if self._worker.stop(_STOP_S):
             self._net.close()
         else:
-            logger.warning("closing leaves a process group that hangs %s", self._where)
+            logger.warning(
+                "close: a collective between hosts did not end in %g s; its process group stays "
+                "open %s",
+                _STOP_S,
+                self._where,
+            )
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called it; errors name the missing ranks."""

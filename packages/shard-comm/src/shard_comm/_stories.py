@@ -16,8 +16,8 @@ class Stories:
 
     Ranks that wait for each other would wait for ever: one is in a barrier, say, and the other at
     a shared array. A rank tells its story again and again, each time after it has looked whether
-    it can go on, and a new chapter begins when it does. Where all of a ring of ranks told theirs
-    three times, while none of them got any further, none of them ever will.
+    it can go on, and a new chapter once it has gone on and waits again. Where all of a ring of
+    ranks told theirs three times, while no rank got any further, none of them ever will.
 
     Args:
         memory: ``size * STORY_BYTES`` bytes that all ranks map, zero at first.
@@ -39,6 +39,8 @@ class Stories:
     def tell(self, what: str, awaited: Sequence[int]) -> None:
         """Say what this rank waits for, and for which ranks. Local."""
         start = self._rank * STORY_BYTES
+        if not self._tells:
+            self._words[start // 8] += _CHAPTER
         mask = sum(1 << rank for rank in awaited if rank < 8 * _MASK_BYTES)
         text = what.encode()[:_TEXT_BYTES]
         self._bytes[start + 16 : start + 16 + _MASK_BYTES] = mask.to_bytes(_MASK_BYTES, "little")
@@ -54,9 +56,7 @@ class Stories:
         """Say, before others can see it, that this rank goes on. Local."""
         if self._tells:
             self._tells = False
-            start = self._rank * STORY_BYTES // 8
-            self._words[start + 1] = 0
-            self._words[start] += _CHAPTER
+            self._words[self._rank * STORY_BYTES // 8 + 1] = 0
             if self._fence is not None:
                 self._fence()
 
@@ -80,19 +80,19 @@ class Stories:
         """Return what the ranks wait for that wait for each other, this one among them. Local.
 
         Args:
-            since: ``beats()`` when this rank's wait began, or it last got further; brought up to
-                date for ranks that got further since.
+            since: ``beats()`` when this rank's wait began, or any rank last got further; brought up
+                to date where one did.
         """
-        beats = self.beats()
-        for rank, count in enumerate(beats):
-            if count // _CHAPTER != since[rank] // _CHAPTER:
-                since[rank] = count
+        told = self.told()
+        awaited = {rank: self._awaited(rank) for rank in told}
         if self._fence is not None:
             self._fence()
-        told = self.told()
+        beats = self.beats()
+        if any(now // _CHAPTER != then // _CHAPTER for now, then in zip(beats, since, strict=True)):
+            since[:] = beats  # of all: a rank that stands still may wait for what was done
         bound = {rank for rank in told if rank == self._rank or beats[rank] >= since[rank] + _BEATS}
         while True:
-            held = {rank for rank in bound if self._awaited(rank) & bound}
+            held = {rank for rank in bound if awaited[rank] & bound}
             if held == bound:
                 break
             bound = held

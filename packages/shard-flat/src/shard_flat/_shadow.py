@@ -50,7 +50,15 @@ class Shadow:
         Args:
             copy: ``[n]``, with nothing in it yet.
             is_free: whether nobody reads the copy until its owner says so.
+
+        Raises:
+            ValueError: the copy has another shape than the shard.
         """
+        if copy.shape != self._flat.shape:
+            raise ValueError(
+                f"attach: expected a copy of shape {list(self._flat.shape)}, got "
+                f"{list(copy.shape)}; make it with torch.empty_like(flat, dtype=...)"
+            )
         self.copy, self._is_free, self._version = copy, is_free, None
 
     @property
@@ -63,7 +71,7 @@ class Shadow:
         self._version = self._flat._version
 
     def spoil(self) -> None:
-        """Say that it may not."""
+        """Say that the copy may hold something else."""
         self._version = None
 
     def lend(self) -> torch.Tensor | None:

@@ -146,7 +146,14 @@ def check_trail(trail: Trail, comm: Comm, replicas: Comm | None) -> None:
 
 
 def check_same_model(units: Sequence[Unit], comm: Comm, replicas: Comm | None) -> None:
-    """Tell whether all ranks cut the same parameters in the same units. One all_reduce of 16 bytes.
+    """Make sure that all ranks cut the same parameters in the same units, by a checksum of 24 bits.
+
+    One all_reduce of 16 bytes per comm, where they do.
+
+    Args:
+        units: all of those whose ranks are these.
+        comm: the ranks that share the parameters.
+        replicas: the ranks that hold the same shard, if there are any.
 
     Raises:
         RuntimeError: they did not; on all ranks, with the first difference.

@@ -142,7 +142,10 @@ class ForwardRun:
 
 
 def _note_dtypes(unit: Unit, error: BaseException) -> None:
-    """Name the innermost unit and its policy where torch says no more than that types differ."""
+    """Name the innermost unit and its policy where torch says no more than that types differ.
+
+    Errors have notes from Python 3.11 on. Which ones these are is told by a word of their text.
+    """
     if sys.version_info < (3, 11) or not isinstance(error, RuntimeError):
         return
     if not unit.groups or "type" not in str(error) or hasattr(error, "__notes__"):

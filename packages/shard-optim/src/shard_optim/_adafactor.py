@@ -23,7 +23,11 @@ from shard_optim._together import counted, members_of
 from shard_optim._window import Scratch, windows
 
 States = Iterator[Sequence[torch.Tensor]]
-"""Second moments of the vectors, a window at a time, of one parameter after another."""
+"""Second moments of the vectors, a window at a time, of one parameter after another.
+
+Where they are zipped with one parameter's windows, the windows come first: they end the loop
+before anything of the next parameter is taken.
+"""
 
 
 def _slots(dtype: torch.dtype) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:

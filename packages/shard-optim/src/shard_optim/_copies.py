@@ -22,13 +22,13 @@ class Copies:
     """
 
     def __init__(self, bases: Sequence[torch.Tensor] = ()) -> None:
-        self._lent: dict[int, tuple[Shadow, torch.Tensor]] = {}  # by the storage of the shard
+        self._lent: dict[Shadow, torch.Tensor] = {}
         self._keeps_up = False  # copies of the lane that is updated are written on the way
         for base in bases:
             shadow = shadow_of(base)
             copy = shadow.lend() if shadow is not None else None
             if shadow is not None and copy is not None:
-                self._lent[_storage_of(base)] = shadow, copy
+                self._lent[shadow] = copy
 
     def calls(
         self, lane: Lane, *columns: list[torch.Tensor]
@@ -70,7 +70,7 @@ class Copies:
 
     def settle(self) -> None:
         """Give the copies back, once all is changed and counted. Local."""
-        for shadow, _ in self._lent.values():
+        for shadow in self._lent:
             shadow.settle()
 
     def _follow(self, flats: Sequence[torch.Tensor]) -> None:
@@ -80,10 +80,10 @@ class Copies:
 
     def _pairs(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The place of a part's copy, and the part, if there is one."""
-        lent = self._lent.get(_storage_of(flat)) if self._lent else None
-        if lent is not None:
+        shadow = shadow_of(flat) if self._lent else None
+        if shadow in self._lent:
             start = flat.storage_offset()
-            yield lent[1][start : start + flat.numel()], flat
+            yield self._lent[shadow][start : start + flat.numel()], flat
 
 
 def _cut(columns: Sequence[list[torch.Tensor]], room: int) -> Iterator[list[list[torch.Tensor]]]:
@@ -107,8 +107,3 @@ def _cut(columns: Sequence[list[torch.Tensor]], room: int) -> Iterator[list[list
                 call, left = [[] for _ in columns], room
     if call[0]:
         yield call
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number

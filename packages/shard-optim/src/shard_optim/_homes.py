@@ -59,7 +59,12 @@ class Home:
         return tensor.device == device
 
     def stage(self, device: torch.device, part_bytes: int = 0) -> Stage | None:
-        """Return what state of parameters on a device passes through, if anything. Local."""
+        """Return what state of parameters on a device passes through, if anything. Local.
+
+        Args:
+            device: the parameters'.
+            part_bytes: of state that is needed at the same time.
+        """
         return None
 
     def numel_of(self, device: torch.device, itemsizes: Sequence[int], most: int) -> int:
@@ -148,7 +153,7 @@ class _AwayHome(Home):
         self._stages: dict[tuple[torch.device, bool], Stage] = {}
 
     def stage(self, device: torch.device, part_bytes: int = 0) -> Stage | None:
-        """Return what state passes through, with room for so much at the same time. Local."""
+        """Return what state passes through. Local."""
         window_bytes = self._offload.window_on(device)
         is_wide = PARTS * part_bytes > window_bytes
         stage = self._stages.get((device, is_wide))
@@ -183,7 +188,7 @@ class HostHome(_AwayHome):
         return not tensor.nbytes or tensor.is_pinned()
 
     def stage(self, device: torch.device, part_bytes: int = 0) -> Stage | None:
-        """Return what state passes through, if anything, with so much room. Local."""
+        """Return what state passes through, if anything. Local."""
         return super().stage(device, part_bytes) if device.type == "cuda" else None
 
     def _make_stage(self, device: torch.device, window_bytes: int) -> Stage:

@@ -36,7 +36,7 @@ class MatrixOptimizer(CollectiveOptimizer, ABC):
     Args:
         params: plain or sharded parameters, ``(name, parameter)`` pairs, or groups of either.
         defaults: hyper-parameters of groups that do not say otherwise.
-        given: the same, where the caller gave them.
+        given: hyper-parameters that the caller gave by name; they take precedence.
         comm: the ranks that hold the plain parameters, with the same values and gradients.
         offload: where state lives.
 
@@ -209,7 +209,7 @@ class OwnedOptimizer(MatrixOptimizer, ABC):
     def _solved(
         self, job: Job, param: torch.Tensor, whole: torch.Tensor, state: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Update a matrix's state by its gradient, and return the step without its rate."""
+        """Make a flat gradient, in the dtype that travels, into a step of the same kind."""
         if not whole.numel():
             return whole
         own = {
@@ -224,7 +224,14 @@ class OwnedOptimizer(MatrixOptimizer, ABC):
     def _solve(
         self, group: Group, own: dict[str, torch.Tensor], grad: torch.Tensor, step: int
     ) -> torch.Tensor:
-        """Update a matrix's state by its gradient, and return the step without its rate."""
+        """Update a matrix's state by its gradient, and return the step without its rate.
+
+        Args:
+            group: hyper-parameters.
+            own: the state, each tensor in its slot's shape, where it is at hand.
+            grad: ``[rows, columns]``, float32 or wider.
+            step: how many steps there have been, with this one.
+        """
 
 
 def is_matrix(group: Group, param: torch.Tensor) -> bool:
