@@ -118,6 +118,8 @@ def test_who_has_a_piece_may_write_it_unseen(how: str) -> None:
     shadow.settle()  # its owner casts anew
     assert shadow.is_current
     assert shadow.lend() is None  # and again after each change: the piece may be kept
+    UNCOUNTED[how](a)  # which takes another piece
+    assert not shadow.is_current
 
 
 def test_a_new_shadow_of_the_same_shard_knows_that_pieces_are_out() -> None:

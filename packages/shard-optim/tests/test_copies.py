@@ -139,6 +139,37 @@ def test_two_groups_and_parameters_without_a_gradient(
     assert changes == [True, True, True, False, True]
 
 
+HALF_WAY: dict[str, Make] = {"adamw": KINDS["adamw"], "8bit": OTHER_KINDS["8bit"]}
+
+
+@pytest.mark.parametrize("kind", HALF_WAY)
+def test_a_step_that_fails_half_way_is_counted_where_nothing_was_lent(
+    kind: str, make_params: MakeParams, give_grads: GiveGrads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused kernels count no change themselves."""
+    values, steps = draw_steps([4096, 4096], torch.float32, 1)
+    params = make_params(SoloComm(), values)
+    shard, shadow = shadow_over(params, torch.bfloat16)
+    shadow.attach(copy_of(shadow), lambda: False)  # somebody reads it
+    shadow.settle()
+    before = shard.clone()
+    give_grads(params, steps[0])
+    optimizer = HALF_WAY[kind](params)
+    kernel, calls = torch._fused_adamw_, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        kernel(*args, **kwargs)
+        calls.append(len(args[0]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "_fused_adamw_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert len(calls) == 1
+    assert not torch.equal(shard, before)
+    assert not shadow.is_current
+
+
 @pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_other_optimizers_leave_the_copy_behind(
     kind: str, make_params: MakeParams, give_grads: GiveGrads

@@ -163,6 +163,15 @@ def test_same_bits_where_state_is_copied(
 
 
 @pytest.mark.parametrize("kind", ["muon", "soap", "shampoo"])
+def test_same_bits_of_matrices_whose_state_begins_anywhere(disk: Offload, kind: str) -> None:
+    """On disk it lies side by side; products of what begins within a line have other bits."""
+    values, steps = draw_steps([(1, 6), (5, 1), (9, 1), (1, 15)], torch.float32, 5)
+    found, _ = take_steps(partial(KINDS[kind], offload=disk), values, steps)
+    wanted, _ = take_steps(KINDS[kind], values, steps)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["muon", "soap", "shampoo"])
 def test_same_bits_of_replicated_matrices(
     disk: Offload, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

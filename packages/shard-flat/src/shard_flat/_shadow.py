@@ -85,9 +85,8 @@ class Shadow:
 
     def hand_out(self) -> None:
         """Say that pieces of the shard are where they may be written without a trace."""
-        if not self._is_handed_out:
-            self._is_handed_out = True
-            self._version = None
+        self._is_handed_out = True
+        self._version = None
 
 
 def shadow_of(tensor: torch.Tensor) -> Shadow | None:

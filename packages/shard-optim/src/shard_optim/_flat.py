@@ -277,11 +277,10 @@ class FlatOptimizer(Optimizer, ABC):
     def _apply(self, job: Job) -> None:
         job.plan.count()
         job = replace(job, copies=Copies(job.plan.bases))
-        with closing(self._home.each(job.plan.lanes)) as lanes:
+        with job.plan.telling(), closing(self._home.each(job.plan.lanes)) as lanes:
             for lane in lanes:
                 self._update(lane, job.grads, job)
                 job.copies.finish(lane)
-        torch.autograd.graph.increment_version(job.plan.touched)
         job.copies.settle()
 
     def _jobs(self) -> list[Job]:

@@ -21,6 +21,7 @@ from shard_optim._owners import Ledger
 from shard_optim._plan import Lane
 from shard_optim._runs import flat_piece, piece_of
 from shard_optim._slots import Slot
+from shard_optim._stage import LINE_BYTES
 from shard_optim._together import counted
 from shard_optim._window import wide, widened, windows
 from shard_optim._workshop import Matrix, Workshop, held_by
@@ -212,12 +213,16 @@ class OwnedOptimizer(MatrixOptimizer, ABC):
         """Make a flat gradient, in the dtype that travels, into a step of the same kind."""
         if not whole.numel():
             return whole
+        begun = [_on_a_line(flat) for flat in state]
         own = {
             slot.name: flat.view(slot.shape_of(param))
-            for slot, flat in zip(job.slots, state, strict=True)
+            for slot, flat in zip(job.slots, begun, strict=True)
         }
         grad = wide(whole).view(tuple(param.shape))
         result = self._solve(job.group, own, grad, int(self.state[param]["step"]))
+        for flat, changed in zip(state, begun, strict=True):
+            if changed is not flat:
+                flat.copy_(changed)
         return result.reshape(-1).to(whole.dtype)
 
     @abstractmethod
@@ -237,6 +242,11 @@ class OwnedOptimizer(MatrixOptimizer, ABC):
 def is_matrix(group: Group, param: torch.Tensor) -> bool:
     """Whether a parameter of a group is worked on whole. Local."""
     return param.ndim == 2 and not group["elementwise"]
+
+
+def _on_a_line(flat: torch.Tensor) -> torch.Tensor:
+    """Return state that begins at a whole line, or a copy: products of what does not differ."""
+    return flat if flat.data_ptr() % LINE_BYTES == 0 else flat.clone()
 
 
 def as_sent(grad: torch.Tensor) -> torch.Tensor:

@@ -160,6 +160,14 @@ class StepPlan:
             counter.add_(1)
         self.versions = [_version_of(counter) for counter in self.counters]
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tell autograd of what is done inside, also where that fails half way. Local."""
+        try:
+            yield
+        finally:
+            torch.autograd.graph.increment_version(self.touched)
+
 
 def make_plan(
     members: Sequence[torch.Tensor],

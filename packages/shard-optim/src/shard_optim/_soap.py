@@ -65,7 +65,8 @@ class SOAP(OwnedOptimizer):
     side. Offloaded, that is the same number of bytes elsewhere. Here are
     ``Offload.window_bytes`` and, where that is less than three times the largest matrix's state, so
     much besides: three matrices that are worked on one after another. For parameters on the CPU
-    that is pages of files, and up to 4 MiB more for each of the three.
+    that is pages of files, up to 4 MiB more for each of the three, and a copy of what of one does
+    not begin at a multiple of 64 bytes.
 
     **Source**: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", 2024.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +18,11 @@ M = TypeVar("M")
 @contextmanager
 def counted(jobs: Sequence[Job]) -> Iterator[None]:
     """Count a step of each job before what is done inside, and tell autograd after it. Local."""
-    for job in jobs:
-        job.plan.count()
-    yield
-    for job in jobs:
-        torch.autograd.graph.increment_version(job.plan.touched)
+    with ExitStack() as stack:
+        for job in jobs:
+            job.plan.count()
+            stack.enter_context(job.plan.telling())
+        yield
 
 
 def members_of(
