@@ -158,10 +158,7 @@ class Saver:
             self._last.wait()
 
     def _copy(
-        self,
-        state: Mapping[str, Any],
-        rename: Rename | None,
-        unseen: BaseException | None,
+        self, state: Mapping[str, Any], rename: Rename | None, unseen: BaseException | None
     ) -> Prepared:
         if unseen is not None:
             raise unseen
@@ -174,7 +171,7 @@ class Saver:
     def _error_of(
         self,
         prepared: Outcome[Prepared],
-        path: str | os.PathLike[str],
+        path: str,
         timeout_s: float | None,
         after: Callable[[], None] | None,
     ) -> BaseException | None:

@@ -76,7 +76,14 @@ def check_own(
     device: torch.device,
     where: str,
 ) -> None:
-    """Raise ValueError unless ``own`` are flat tensors like ``inp`` that make up ``out``. Local."""
+    """Raise unless ``own`` are flat tensors like ``inp`` that make up ``out``. Local.
+
+    Raises:
+        TypeError: one is no tensor.
+        ValueError: they do not.
+    """
+    for part in own:
+        check_tensors("reduce_scatter", where, own=part)
     numel = sum(part.numel() for part in own)
     if numel != out.numel():
         raise ValueError(

@@ -77,7 +77,6 @@ class Engine:
         self._windows = Windows(file)
         self._crowded = True
         self._spins = 0
-        self._steps = 0
         self._lock = threading.RLock()
         self._seq = 0
         self._under_way: dict[int, Turn] = {}
@@ -190,7 +189,6 @@ class Engine:
 
     def _step(self, turn: Turn) -> None:
         assert turn.body is not None
-        self._steps += 1
         self.board.stories.hush()
         try:
             with torch.no_grad():
@@ -233,15 +231,12 @@ class Engine:
         patience = Patience(crowded=self._crowded)
         look_s, warn_s = _LOOK_S, _WARN_S
         since: list[int] = []
-        steps = self._steps
         try:
             while not done():
                 patience.pause()
                 if patience.spinning:
                     continue
                 _advance_all()
-                if self._steps != steps:  # what ranks waited for before may be what this was
-                    steps, since = self._steps, []
                 waited_s = patience.waited_s
                 if waited_s < min(look_s, limit_s):
                     continue
@@ -267,26 +262,26 @@ class Engine:
         for reason in self.board.last_words().values():
             return reason
         here = f"{what} on {self._me}"
-        number = self._numbers
-        arrived = [number[rank] for rank in range(self.size) if rank not in missing]
         gone = [rank for rank in missing if not self.file.is_alive(rank)]
         if gone:
             names = ", ".join(
-                f"rank {number[rank]} (process {self.board.pid(rank)})" for rank in gone
+                f"rank {self._numbers[rank]} (process {self.board.pid(rank)})" for rank in gone
             )
             return (
                 f"{here}: {names} is gone: it died, exited or let go of the comm; ranks "
-                f"{arrived} had arrived"
+                f"{self._arrived(missing)} had arrived"
             )
         return self._waits(what, limit_s, missing) if waited_s >= limit_s else None
 
     def _waits(self, what: str, waited_s: float, missing: list[int]) -> str:
         """How long, for whom, and what those wait for who are elsewhere."""
         awaited = [self._numbers[rank] for rank in missing]
-        arrived = [self._numbers[rank] for rank in range(self.size) if rank not in missing]
         others = "".join(f"; {w}" for w in self._told(self.board.stories.told(), missing))
         waited = f"{what} on {self._me} waited {waited_s:g} s for ranks {awaited}"
-        return f"{waited}; ranks {arrived} had arrived{others}"
+        return f"{waited}; ranks {self._arrived(missing)} had arrived{others}"
+
+    def _arrived(self, missing: list[int]) -> list[int]:
+        return [self._numbers[rank] for rank in range(self.size) if rank not in missing]
 
     def _knot(self, since: list[int]) -> str | None:
         """Why waiting on makes no sense where ranks wait for each other."""

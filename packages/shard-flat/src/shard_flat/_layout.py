@@ -145,20 +145,23 @@ class FlatLayout:
         return ShardSpec(spec.name, spec.shape, piece.start, piece.stop, origin, self.shard_numel)
 
     def views(self, data: torch.Tensor) -> list[torch.Tensor]:
-        """Return one view of the array per parameter, in its shape, in the order of the specs.
+        """Return one ``view`` of the array per parameter, in the order of the specs. Local."""
+        return [self.view(data, index) for index in range(len(self.specs))]
 
-        They do not share the array's version counter: filling the array anew is no change of a
+    def view(self, data: torch.Tensor, index: int) -> torch.Tensor:
+        """Return a view of the array for one parameter, in its shape.
+
+        It does not share the array's version counter: filling the array anew is no change of a
         parameter.
 
         Args:
             data: the array ``[numel]``.
+            index: of the parameter's spec.
 
         **Collective**: local.
         """
-        return [
-            data[start : start + spec.numel].view(spec.shape).data
-            for spec, start in zip(self.specs, self.starts, strict=True)
-        ]
+        spec, start = self.specs[index], self.starts[index]
+        return data[start : start + spec.numel].view(spec.shape).data
 
     def gaps(self) -> list[tuple[int, int]]:
         """Return the runs ``[start, stop)`` of the array that belong to no parameter. Local."""

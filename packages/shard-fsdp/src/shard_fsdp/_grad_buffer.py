@@ -135,9 +135,7 @@ class GradBuffer:
         """Where parameter ``index``'s gradient lies, in its shape."""
         slot = self._slots.get(index)
         if slot is None:
-            spec, start = self._layout.specs[index], self._layout.starts[index]
-            slot = self._make()[start : start + spec.numel].view(spec.shape)
-            self._slots[index] = slot
+            slot = self._slots[index] = self._layout.view(self._make(), index)
         return slot
 
     def _make(self) -> torch.Tensor:
