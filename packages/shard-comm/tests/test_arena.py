@@ -5,14 +5,24 @@ from __future__ import annotations
 import os
 import random
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shard_comm import _arena
 from shard_comm._arena import Arena, Place
-from shard_comm._shared_file import PAGE, SharedFile, address_of
+from shard_comm._mapping import (
+    LARGE_PAGE,
+    PAGE,
+    address_of,
+    give_back,
+    make_large,
+    pages_of,
+)
+from shard_comm._shared_file import SharedFile
 
 MIB = 1 << 20
 
@@ -121,6 +131,49 @@ def test_reserved_memory_is_reserved_and_kept() -> None:
     del block
     arena.trim()
     assert held_bytes(file) == 5 * MIB
+
+
+def test_a_large_block_is_asked_to_lie_on_large_pages_once_until_it_goes_back() -> None:
+    """Of a block of 7 MiB that begins at a page, three large pages lie in it whole."""
+    asked: list[int] = []
+    arena = Arena(new_file(), LARGE_PAGE, 1 << 30)
+    with mock.patch.object(_arena, "make_large", lambda view: asked.append(view.nbytes)):
+        first = take(arena, 7 * MIB)
+        take(arena, 3 * MIB)  # too small, though it has a large page in it
+        start = first.data_ptr()
+        assert start % LARGE_PAGE == 0
+        assert asked == [7 * MIB]
+        del first
+        first = take(arena, 6 * MIB)  # the same pages
+        assert first.data_ptr() == start
+        assert asked == [7 * MIB]
+        second = take(arena, 6 * MIB)  # other ones
+        assert second.data_ptr() == start + 6 * MIB
+        assert asked == [7 * MIB, 6 * MIB]
+        del first, second
+        arena.trim()
+        first = take(arena, 6 * MIB)
+        assert first.data_ptr() == start
+        assert asked == [7 * MIB, 6 * MIB, 6 * MIB]
+
+
+def test_large_pages_keep_what_is_in_them_and_lie_in_the_view() -> None:
+    """From a page before a large one to a page behind three: three, and what is there stays."""
+    file = new_file()
+    view = file.map(3 * LARGE_PAGE - PAGE, 3 * LARGE_PAGE + 2 * PAGE)
+    assert address_of(view) % LARGE_PAGE == LARGE_PAGE - PAGE
+    first = address_of(view) // LARGE_PAGE + 1
+    assert pages_of(view, LARGE_PAGE) == range(first, first + 3)
+    assert not pages_of(view[PAGE + 1 : PAGE + LARGE_PAGE], LARGE_PAGE)
+    data = torch.frombuffer(view, dtype=torch.uint8).copy_(torch.arange(len(view)) % 251)
+    make_large(view)
+    other = file.map(3 * LARGE_PAGE - PAGE, len(view))  # as another process sees it
+    assert torch.equal(data, torch.arange(len(view)).remainder(251).to(torch.uint8))
+    assert torch.equal(torch.frombuffer(other, dtype=torch.uint8), data)
+    give_back(view[PAGE + 5 : PAGE + 2 * LARGE_PAGE])
+    assert data[PAGE + 4 : 2 * PAGE + 1].any()
+    assert not data[2 * PAGE : PAGE + 2 * LARGE_PAGE].any()
+    assert data[PAGE + 2 * LARGE_PAGE :].any()
 
 
 def test_an_arena_ends_where_it_must() -> None:

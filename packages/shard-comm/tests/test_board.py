@@ -10,8 +10,9 @@ import torch
 
 from shard_comm._arena import Place
 from shard_comm._board import ARRIVED, DONE, SLOTS, Board, Call, _Fence
+from shard_comm._mapping import PAGE
 from shard_comm._patience import SPINS, Patience
-from shard_comm._shared_file import PAGE, SharedFile
+from shard_comm._shared_file import SharedFile
 
 CALLS = [
     Call("barrier"),

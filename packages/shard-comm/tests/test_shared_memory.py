@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shard_comm import Comm, SharedMemoryComm, SoloComm, _engine
+from shard_comm import Comm, SharedMemoryComm, SoloComm, _engine, _shared_memory
 from shard_comm._board import SLOTS
+from shard_comm._mapping import LARGE_PAGE, pages_of
 from shard_comm._turn import Body
 from shard_testing import run_ranks, run_threads
 
@@ -567,6 +569,21 @@ def check_parts(comm: SharedMemoryComm) -> None:
             SharedMemoryComm.join(alone)
 
 
+def check_large_pages_of_an_array(comm: Comm) -> None:
+    """Of an array of 13 MiB six pages are large; one rank asks for each, near what it writes."""
+    asked: list[memoryview] = []
+    with mock.patch.object(_shared_memory, "make_large", asked.append):
+        array = comm.shared(13 * MIB, torch.uint8)
+    assert array is not None
+    start = array.data.data_ptr()
+    assert start % LARGE_PAGE == 0
+    mine = [page - start // LARGE_PAGE for page in pages_of(asked[0], LARGE_PAGE)]
+    first = comm.rank * 13 // comm.size // 2
+    assert mine == list(range(first, (comm.rank + 1) * 13 // comm.size // 2))
+    everyone = comm.all_gather_object(mine)
+    assert sorted(page for pages in everyone for page in pages) == [0, 1, 2, 3, 4, 5]
+
+
 def check_barrier_is_a_barrier(comm: Comm) -> None:
     """Counters of all ranks, each written before a barrier, are there after it."""
     array = comm.shared(comm.size, torch.int64)
@@ -607,6 +624,7 @@ CHECKS = [
     check_nothing_stays,
     check_gone_member,
     check_parts,
+    check_large_pages_of_an_array,
     check_barrier_is_a_barrier,
 ]
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shard_comm._shared_file import PAGE, SharedFile, address_of, give_back
+from shard_comm._mapping import LARGE_PAGE, PAGE, address_of, give_back, make_large, pages_of
+from shard_comm._shared_file import SharedFile
 
 _ALIGN = 64
 _SEGMENT_BYTES = 32 << 20
 _LARGE_BYTES = 1 << 20
+_SPREAD_BYTES = 2 * LARGE_PAGE  # less has hardly a whole large page in it
 _SWEEP_TAKES = 64
 _KEEP_TAKES = 512
 
@@ -35,12 +37,16 @@ class Place:
 
 @dataclass
 class _Segment:
-    """One mapping of the owner; ``free`` lists (offset, bytes, when freed), sorted."""
+    """One mapping of the owner; ``free`` lists (offset, bytes, when freed), sorted.
+
+    ``large`` has the addresses, over ``LARGE_PAGE``, of the pages that were asked to be large.
+    """
 
     start: int
     view: memoryview
     address: int
-    free: list[tuple[int, int, int]] = field(default_factory=list)
+    free: list[tuple[int, int, int]]
+    large: set[int] = field(default_factory=set)
 
 
 class Arena:
@@ -55,7 +61,8 @@ class Arena:
         nbytes: size of the part.
 
     **Memory**: the file grows in steps of 32 MiB or of one block, whichever is more, and pages
-    cost nothing until they are written. Freed blocks are kept for the next taker; blocks of 1 MiB
+    cost nothing until they are written, except for the large pages of a block of 4 MiB and more,
+    which it gets when it is taken. Freed blocks are kept for the next taker; blocks of 1 MiB
     and more that 512 later takers had no use for go back to the system, and so does everything
     free on ``trim()``.
     """
@@ -104,6 +111,8 @@ class Arena:
         if length > room:
             segment.free.insert(position, (offset + room, length - room, tick))
         block = segment.view[offset : offset + nbytes]
+        if nbytes >= _SPREAD_BYTES:
+            _spread(segment, block)
         key = (segment.start, offset)
         freed = self._freed
         self._refs[key] = weakref.ref(block, lambda _: freed.append((*key, room)))
@@ -126,9 +135,8 @@ class Arena:
         self._sweep(self._takes, PAGE)
 
     def _grow(self, room: int) -> _Segment:
-        nbytes = -(-room // PAGE) * PAGE
-        if not self._file.named:
-            nbytes = max(nbytes, _SEGMENT_BYTES)
+        least, unit = (0, PAGE) if self._file.named else (_SEGMENT_BYTES, LARGE_PAGE)
+        nbytes = max(-(-room // unit) * unit, least)
         if self._next + nbytes > self._stop:
             raise MemoryError(f"no shared memory left for {room} bytes")
         try:
@@ -166,4 +174,17 @@ class Arena:
             for position, (offset, length, tick) in enumerate(segment.free):
                 if length >= least_bytes and 0 <= tick <= latest:
                     give_back(segment.view[offset : offset + length])
+                    first = segment.address + offset
+                    last = first + length - 1
+                    segment.large.difference_update(
+                        range(first // LARGE_PAGE, last // LARGE_PAGE + 1)
+                    )
                     segment.free[position] = (offset, length, -1)
+
+
+def _spread(segment: _Segment, block: memoryview) -> None:
+    """Put a block on large pages, unless it was asked for before."""
+    pages = pages_of(block, LARGE_PAGE)
+    if not segment.large.issuperset(pages):
+        make_large(block)
+        segment.large.update(pages)

@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 
 from shard_comm._arena import Place
-from shard_comm._shared_file import PAGE, SharedFile
+from shard_comm._mapping import PAGE
+from shard_comm._shared_file import SharedFile
 from shard_comm._stories import STORY_BYTES, Stories
 
 SLOTS = 256

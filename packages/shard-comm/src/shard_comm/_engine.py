@@ -17,8 +17,9 @@ import torch
 from shard_comm._arena import Arena
 from shard_comm._board import ARRIVED, DONE, SLOTS, Board, Call
 from shard_comm._comm import Work
+from shard_comm._mapping import LARGE_PAGE, PAGE
 from shard_comm._patience import SPINS, Patience
-from shard_comm._shared_file import PAGE, SharedFile
+from shard_comm._shared_file import SharedFile
 from shard_comm._turn import Body, Turn, Windows
 
 logger = logging.getLogger("shard_comm")
@@ -67,8 +68,7 @@ class Engine:
     ) -> None:
         self.file = file
         self.board = Board(file, rank, size)
-        start = PAGE + Board.nbytes(size) + rank * _ARENA_BYTES
-        self.arena = Arena(file, start, _ARENA_BYTES)
+        self.arena = Arena(file, _arenas_start(size) + rank * _ARENA_BYTES, _ARENA_BYTES)
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
@@ -89,7 +89,7 @@ class Engine:
     @staticmethod
     def file_bytes(size: int) -> int:
         """Bytes of the file of ``size`` ranks; few of them ever become memory."""
-        return PAGE + Board.nbytes(size) + size * _ARENA_BYTES
+        return _arenas_start(size) + size * _ARENA_BYTES
 
     def begin(self) -> None:
         """Go on once every rank has made its engine: spin where each has a processor."""
@@ -337,6 +337,10 @@ class Engine:
         self._broken = f"this process was forked from {self._me}, and is no rank itself"
         self._lock = threading.RLock()
         self.file.close()
+
+
+def _arenas_start(size: int) -> int:
+    return -(-(PAGE + Board.nbytes(size)) // LARGE_PAGE) * LARGE_PAGE
 
 
 def _advance_all() -> None:

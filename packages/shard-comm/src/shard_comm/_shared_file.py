@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import stat
 import struct
-import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-PAGE = 4096
-"""File offsets of mappings are multiples of this; the first page of a file holds its token."""
+from shard_comm._mapping import map_file
 
 _MEMORY_FIRST = (False, True)  # named or not
 _TOKEN_BYTES = 16
-_MAP_SHARED, _PROT_READ_WRITE = 1, 3
-_MADV_REMOVE, _MADV_DONTFORK = 9, 10
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 T = TypeVar("T")
@@ -60,19 +54,8 @@ class SharedFile:
             os.posix_fallocate(self.fd, offset, nbytes)
 
     def map(self, offset: int, nbytes: int) -> memoryview:
-        """Return the bytes ``[offset, offset + nbytes)``, mapped until the last view is gone.
-
-        A forked child does not inherit the mapping: it would keep the memory alive.
-        """
-        libc = _libc()
-        address = libc.mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, self.fd, offset)
-        if address == ctypes.c_void_p(-1).value:
-            code = ctypes.get_errno()
-            raise OSError(code, f"cannot map {nbytes} bytes: {os.strerror(code)}")
-        libc.madvise(address, nbytes, _MADV_DONTFORK)
-        array = (ctypes.c_ubyte * nbytes).from_address(address)
-        weakref.finalize(array, _unmap, address, nbytes, os.getpid()).atexit = False
-        return memoryview(array).cast("B")
+        """Return the bytes ``[offset, offset + nbytes)``, mapped until the last view is gone."""
+        return map_file(self.fd, offset, nbytes)
 
     def mark_alive(self, rank: int) -> None:
         """Say that this process is ``rank``, until it closes the file or dies however it may."""
@@ -101,20 +84,6 @@ class SharedFile:
         asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind = struct.unpack(_FLOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, asked))[0]
         return bool(kind != fcntl.F_UNLCK)
-
-
-def address_of(view: memoryview) -> int:
-    """Return where the bytes of a writable view lie in this process. Local."""
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
-
-
-def give_back(view: memoryview) -> None:
-    """Return the whole pages of a view to the system; they read as zeros afterwards. Local."""
-    address = address_of(view)
-    start = -(-address // PAGE) * PAGE
-    stop = (address + view.nbytes) // PAGE * PAGE
-    if stop > start:
-        _libc().madvise(start, stop - start, _MADV_REMOVE)
 
 
 def host_name(declared: str | None = None) -> str:
@@ -243,19 +212,3 @@ def _open(path: str, token: bytes, *, named: bool) -> SharedFile:
         os.close(fd)
         raise OSError(f"{path} is not the file that rank 0 made")
     return SharedFile(fd, named=named)
-
-
-def _unmap(address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has other things there
-        _libc().munmap(address, nbytes)
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    size, pointer, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
-    libc.mmap.argtypes = (pointer, size, number, number, number, ctypes.c_int64)
-    libc.mmap.restype = pointer
-    libc.munmap.argtypes = (pointer, size)
-    libc.madvise.argtypes = (pointer, size, number)
-    return libc

@@ -14,9 +14,9 @@ from shard_comm._board import Board, Call
 from shard_comm._calls import noted_suffix
 from shard_comm._comm import Comm, Work
 from shard_comm._engine import Engine
+from shard_comm._mapping import LARGE_PAGE, PAGE, make_large
 from shard_comm._shared_array import MarkedArray, SharedArray
 from shard_comm._shared_file import (
-    PAGE,
     Exchange,
     NoSharedMemoryError,
     SharedFile,
@@ -236,18 +236,19 @@ class SharedMemoryComm(Comm):
                 f"shared {name}: expected one size and dtype, got {asked} by rank; "
                 f"this is rank {self.rank} of {self.size}"
             )
-        head_bytes = -(-2 * self.size * 64 // PAGE) * PAGE
-        nbytes = numel * dtype.itemsize
+        head_bytes, nbytes = 2 * self.size * 64, numel * dtype.itemsize
+        start = -(-(PAGE + head_bytes) // LARGE_PAGE) * LARGE_PAGE
 
         def prepare(file: SharedFile) -> tuple[SharedFile, memoryview, memoryview]:
-            file.reserve(PAGE, head_bytes + nbytes)
-            return file, file.map(PAGE, head_bytes), file.map(PAGE + head_bytes, nbytes)
+            file.reserve(PAGE, head_bytes)
+            file.reserve(start, nbytes)
+            return file, file.map(PAGE, head_bytes), file.map(start, nbytes)
 
         try:
             file, head, body = share_file(
                 self.all_gather_object,
                 self.rank,
-                PAGE + head_bytes + nbytes,
+                start + nbytes,
                 prepare=prepare,
                 named=self._engine.file.named,
             )
@@ -256,6 +257,8 @@ class SharedMemoryComm(Comm):
                 logger.warning("no shared array of %d bytes: %s", nbytes, error)
             return None
         file.close()  # the mappings keep the memory
+        low, high = (rank * nbytes // self.size for rank in (self.rank, self.rank + 1))
+        make_large(body[low // LARGE_PAGE * LARGE_PAGE : high])
         marks = head.cast("q")[: 2 * self.size * 8 : 8]  # a cache line each
         return MarkedArray(
             torch.frombuffer(body, dtype=dtype),
