@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shard_comm import Comm, SharedMemoryComm, SoloComm, _engine, _shared_memory
+from shard_comm import Comm, SharedMemoryComm, SoloComm, _arena, _engine, _shared_memory
 from shard_comm._board import SLOTS
 from shard_comm._mapping import LARGE_PAGE, pages_of
 from shard_comm._turn import Body
@@ -584,6 +584,24 @@ def check_large_pages_of_an_array(comm: Comm) -> None:
     assert sorted(page for pages in everyone for page in pages) == [0, 1, 2, 3, 4, 5]
 
 
+def check_memory_in_use_comes_to_lie_on_large_pages(comm: Comm) -> None:
+    """What a call reads does when it is announced; what it wrote does when it is used again."""
+    part = comm.split(0)  # nothing of its memory is in use yet
+    inp = part.empty(2 * MIB, torch.float32).fill_(comm.rank)
+    out = part.empty(2 * MIB * comm.size, torch.float32)
+    asked: list[int] = []
+    with mock.patch.object(_arena, "make_large", lambda v: asked.extend(pages_of(v, LARGE_PAGE))):
+        for tensors in ([inp], [inp, out], [inp, out]):
+            part.all_gather(out, inp)
+            assert sorted(asked) == sorted(page for t in tensors for page in large_pages(t))
+    assert out[:: 2 * MIB].tolist() == list(range(comm.size))
+
+
+def large_pages(tensor: torch.Tensor) -> range:
+    start = tensor.data_ptr()
+    return range(-(-start // LARGE_PAGE), (start + tensor.nbytes) // LARGE_PAGE)
+
+
 def check_barrier_is_a_barrier(comm: Comm) -> None:
     """Counters of all ranks, each written before a barrier, are there after it."""
     array = comm.shared(comm.size, torch.int64)
@@ -625,6 +643,7 @@ CHECKS = [
     check_gone_member,
     check_parts,
     check_large_pages_of_an_array,
+    check_memory_in_use_comes_to_lie_on_large_pages,
     check_barrier_is_a_barrier,
 ]
 
