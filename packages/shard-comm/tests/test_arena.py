@@ -251,15 +251,19 @@ def test_a_mapping_ends_with_its_last_view() -> None:
 def test_a_mapping_takes_the_room_of_its_pages_alone() -> None:
     """Where to map is found with room to spare, of which nothing stays."""
     file = new_file()
-    before = reserved_bytes()
-    views = [
-        file.map(offset, nbytes) for offset in (PAGE, LARGE_PAGE) for nbytes in (5, LARGE_PAGE)
-    ]
-    assert len(views) == 4
-    assert reserved_bytes() == before
-    with pytest.raises(OSError, match="cannot map 5 bytes"):
-        map_file(-1, PAGE, 5)
-    assert reserved_bytes() == before
+
+    def reserves() -> tuple[bool, bool]:
+        before = reserved_bytes()
+        spans = [(offset, nbytes) for offset in (PAGE, LARGE_PAGE) for nbytes in (5, LARGE_PAGE)]
+        views = [file.map(*span) for span in spans]
+        mapped = reserved_bytes()
+        assert len(views) == 4
+        with pytest.raises(OSError, match="cannot map 5 bytes"):
+            map_file(-1, PAGE, 5)
+        return mapped != before, reserved_bytes() != mapped
+
+    # Another thread of this process may reserve something meanwhile, though not every time.
+    assert (False, False) in [reserves() for _ in range(5)]
 
 
 def reserved_bytes() -> int:
