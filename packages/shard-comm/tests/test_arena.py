@@ -20,6 +20,7 @@ from shard_comm._mapping import (
     address_of,
     give_back,
     make_large,
+    map_file,
     pages_of,
 )
 from shard_comm._shared_file import SharedFile
@@ -100,6 +101,18 @@ def test_trim_gives_back_what_is_free_and_keeps_the_rest() -> None:
     assert take(arena, 16 * MIB)[0].item() == 0
 
 
+def test_trim_gives_back_what_was_used_in_the_middle_of_what_it_gave_back() -> None:
+    """A small block between free memory that went back before is free memory that did not."""
+    file = new_file()
+    arena = Arena(file, PAGE, 1 << 30)
+    for nbytes in (16 * MIB, 4 * MIB, PAGE):
+        block = take(arena, nbytes).fill_(7)
+        assert held_bytes(file) == nbytes
+        del block
+        arena.trim()
+        assert held_bytes(file) == 0
+
+
 def test_large_blocks_that_nobody_takes_again_go_back() -> None:
     file = new_file()
     arena = Arena(file, PAGE, 1 << 30)
@@ -133,28 +146,67 @@ def test_reserved_memory_is_reserved_and_kept() -> None:
     assert held_bytes(file) == 5 * MIB
 
 
-def test_a_large_block_is_asked_to_lie_on_large_pages_once_until_it_goes_back() -> None:
-    """Of a block of 7 MiB that begins at a page, three large pages lie in it whole."""
-    asked: list[int] = []
-    arena = Arena(new_file(), LARGE_PAGE, 1 << 30)
-    with mock.patch.object(_arena, "make_large", lambda view: asked.append(view.nbytes)):
-        first = take(arena, 7 * MIB)
-        take(arena, 3 * MIB)  # too small, though it has a large page in it
-        start = first.data_ptr()
-        assert start % LARGE_PAGE == 0
-        assert asked == [7 * MIB]
+def test_what_is_written_whole_is_made_large_once_until_it_goes_back() -> None:
+    """Of a block of 7 MiB three large pages lie in it whole; the second is written last."""
+    asked: list[range] = []
+    file = new_file()
+    arena = Arena(file, LARGE_PAGE, 1 << 30)
+    first = take(arena, 7 * MIB)
+    start = first.data_ptr()
+    assert start % LARGE_PAGE == 0
+    zero = start // LARGE_PAGE
+
+    def pages(*numbers: int) -> range:
+        return range(zero + numbers[0], zero + numbers[-1] + 1)
+
+    with mock.patch.object(_arena, "make_large", lambda v: asked.append(pages_of(v, LARGE_PAGE))):
+        arena.enlarge(start, 7 * MIB)
+        assert asked == []
+        first[: LARGE_PAGE + 1] = 1
+        first[2 * LARGE_PAGE :] = 1
+        for _ in range(2):
+            arena.enlarge(start, 7 * MIB)
+            assert asked == [pages(0), pages(2)]
+        first.fill_(1)
         del first
-        first = take(arena, 6 * MIB)  # the same pages
+        first = take(arena, 6 * MIB)  # the same memory
         assert first.data_ptr() == start
-        assert asked == [7 * MIB]
-        second = take(arena, 6 * MIB)  # other ones
-        assert second.data_ptr() == start + 6 * MIB
-        assert asked == [7 * MIB, 6 * MIB]
-        del first, second
+        assert asked == [pages(0), pages(2), pages(1)]
+        del first
         arena.trim()
-        first = take(arena, 6 * MIB)
+        first = take(arena, 6 * MIB).fill_(1)
         assert first.data_ptr() == start
-        assert asked == [7 * MIB, 6 * MIB, 6 * MIB]
+        second = take(arena, 3 * MIB).fill_(1)  # too small, though it has a large page in it
+        arena.enlarge(start, 6 * MIB)
+        arena.enlarge(second.data_ptr(), 3 * MIB)
+        arena.enlarge(torch.ones(2 << 20).data_ptr(), 8 * MIB)
+        assert asked == [pages(0), pages(2), pages(1), pages(0, 2)]
+
+
+def test_large_pages_take_no_memory() -> None:
+    """Of 16 MiB five are written, whole large pages or not; that much is held, now and later."""
+    file = new_file()
+    arena = Arena(file, LARGE_PAGE, 1 << 30)
+    block = take(arena, 16 * MIB)
+    block[3 * MIB : 8 * MIB] = 7
+    for _ in range(2):
+        arena.enlarge(block.data_ptr(), 16 * MIB)
+        del block
+        block = take(arena, 16 * MIB)
+        assert held_bytes(file) == 5 * MIB
+    assert block[3 * MIB - 1 : 3 * MIB + 1].tolist() == [0, 7]
+    assert block.sum().item() == 7 * 5 * MIB
+
+
+def test_a_system_that_does_not_say_what_is_written_serves() -> None:
+    arena = Arena(new_file(), LARGE_PAGE, 1 << 30)
+    with (
+        mock.patch.object(os, "lseek", side_effect=OSError("no such thing")),
+        mock.patch.object(_arena, "make_large") as made,
+    ):
+        block = take(arena, 8 * MIB).fill_(1)
+        arena.enlarge(block.data_ptr(), 8 * MIB)
+    made.assert_not_called()
 
 
 def test_large_pages_keep_what_is_in_them_and_lie_in_the_view() -> None:
@@ -194,6 +246,31 @@ def test_a_mapping_ends_with_its_last_view() -> None:
     assert is_mapped(start)
     del part
     assert not is_mapped(start)
+
+
+def test_a_mapping_takes_the_room_of_its_pages_alone() -> None:
+    """Where to map is found with room to spare, of which nothing stays."""
+    file = new_file()
+
+    def reserves() -> tuple[bool, bool]:
+        before = reserved_bytes()
+        spans = [(offset, nbytes) for offset in (PAGE, LARGE_PAGE) for nbytes in (5, LARGE_PAGE)]
+        views = [file.map(*span) for span in spans]
+        mapped = reserved_bytes()
+        assert len(views) == 4
+        with pytest.raises(OSError, match="cannot map 5 bytes"):
+            map_file(-1, PAGE, 5)
+        return mapped != before, reserved_bytes() != mapped
+
+    # Another thread of this process may reserve something meanwhile, though not every time.
+    assert (False, False) in [reserves() for _ in range(5)]
+
+
+def reserved_bytes() -> int:
+    """Bytes of this process's address space that nothing may touch."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        spans = [line.split()[0].split("-") for line in maps if " ---p " in line]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
 
 
 def is_mapped(address: int) -> bool:

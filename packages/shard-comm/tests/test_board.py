@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import platform
+import time
 from unittest import mock
 
 import pytest
@@ -120,6 +123,79 @@ def test_a_fence_may_be_passed_by_any_number_of_times() -> None:
     assert second.reached(1, ARRIVED)
     assert not first.meet(2, 0)
     assert second.meet(2, 0)
+
+
+class Noted:
+    """Words that write down which of a line's are read and written, and when."""
+
+    def __init__(self, words: memoryview, log: list[str]) -> None:
+        self._words = words
+        self._log = log
+
+    def __getitem__(self, at: int) -> int:
+        self._log.append(f"read {at % 8}")
+        return self._words[at]
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._log.append(f"write {at % 8}")
+        self._words[at] = value
+
+
+def noted(board: Board) -> list[str]:
+    log: list[str] = []
+    board.words = Noted(board.words, log)  # type: ignore[assignment]
+    board._fence = lambda: log.append("fence")  # type: ignore[assignment]
+    return log
+
+
+def test_fences_stand_between_data_and_the_step_that_announces_them() -> None:
+    """Word 0 of a line is the step; the other words and the data are read or written beside it."""
+    with mock.patch.object(platform, "machine", return_value="aarch64"):
+        first, second = two_boards()
+    assert isinstance(first._fence, _Fence)
+    writes, reads = noted(first), noted(second)
+    first.post(1, CALLS[2], Place(PAGE, 1 << 25, 12345), 17)
+    assert writes[:2] == ["write 0", "fence"]  # not that slot any more, before it changes
+    assert set(writes[2:-2]) == {f"write {word}" for word in range(1, 8)}
+    assert writes[-2:] == ["fence", "write 0"]
+    assert second.reached(1, ARRIVED)
+    assert reads == ["read 0", "fence"]
+    writes.clear()
+    assert not first.meet(2, 0)
+    assert writes == ["write 1", "fence", "write 0", "read 0"]
+    reads.clear()
+    assert second.meet(2, 0)
+    assert reads == ["write 1", "fence", "write 0", "read 0", "fence", "read 1"]
+    writes.clear()
+    first.give_up("because")
+    assert [what.split()[0] for what in writes] == ["read", "fence", "write"]
+    reads.clear()
+    assert second.last_words() == {0: "because"}
+    assert [what.split()[0] for what in reads] == ["read", "fence", "read"]
+
+
+def test_patience_spins_then_yields_then_sleeps_for_longer() -> None:
+    """A clock that goes on by a quarter of a millisecond whenever somebody looks."""
+    done: list[str] = []
+    now = itertools.count(1)
+    with (
+        mock.patch.object(time, "monotonic", side_effect=lambda: next(now) * 2.5e-4),
+        mock.patch.object(os, "sched_yield", side_effect=lambda: done.append("yield")),
+        mock.patch.object(time, "sleep", lambda seconds: done.append(f"{1e6 * seconds:.0f}")),
+    ):
+        patience = Patience(crowded=False)
+        for _ in range(SPINS):
+            patience.pause()
+        assert done == []
+        for _ in range(6):
+            patience.pause()
+        assert done == ["yield"] * 4 + ["125", "156"]
+        for _ in range(100):
+            patience.pause()
+        assert done[-1] == "1000"
+        done.clear()
+        Patience(crowded=True).pause()
+        assert done == ["yield"]
 
 
 def test_patience_spins_where_there_are_processors() -> None:

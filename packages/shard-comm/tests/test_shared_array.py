@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,6 +21,7 @@ from shard_comm import (
     SoloComm,
     ThreadComm,
 )
+from shard_comm._shared_array import MarkedArray
 from shard_testing import run_ranks, run_threads
 
 
@@ -189,6 +193,54 @@ def test_threads(size: int) -> None:
 
 def test_processes() -> None:
     run_ranks(check_all, 3)
+
+
+class Marks(list[int]):
+    """Counts that write down when they change, and when they are looked at as a whole."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        super().__init__([0, 0])
+        self._log = log
+        self._name = name
+
+    def __setitem__(self, at: Any, count: Any) -> None:
+        self._log.append(f"{self._name} {count}")
+        super().__setitem__(at, count)
+
+    def __iter__(self) -> Iterator[int]:
+        self._log.append(f"look at {self._name}")
+        return super().__iter__()
+
+
+def test_memory_is_in_order_on_both_sides_of_a_mark() -> None:
+    """What is written before a publish, or read before a release, is done when others see it."""
+    log: list[str] = []
+
+    def wait(behind: Callable[[], list[int]], what: str, timeout_s: float | None) -> None:
+        assert behind() == [1], what
+
+    array = MarkedArray(
+        torch.zeros(4),
+        0,
+        published=Marks(log, "published"),
+        released=Marks(log, "released"),
+        wait=wait,
+        changed=lambda: log.append("order"),
+        name="",
+    )
+    array.publish().wait()
+    assert log == ["order", "published 1", "order", "look at published"]
+    log.clear()
+    array.release()
+    assert log == ["order", "released 1", "order"]
+    log.clear()
+    assert not array.is_unread()
+    array.claim()
+    assert log == ["look at released"] * 2
+    array._released[1] = 1
+    log.clear()
+    assert array.is_unread()
+    assert log == ["look at released", "order"]
 
 
 def test_other_transports_have_none() -> None:

@@ -9,16 +9,20 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shard_comm import Comm, SharedMemoryComm, SoloComm, _engine, _shared_memory
+from shard_comm import Comm, SharedMemoryComm, SoloComm, _arena, _engine, _shared_memory
 from shard_comm._board import SLOTS
 from shard_comm._mapping import LARGE_PAGE, pages_of
+from shard_comm._patience import SPINS, Patience
 from shard_comm._turn import Body
 from shard_testing import run_ranks, run_threads
 
@@ -584,6 +588,117 @@ def check_large_pages_of_an_array(comm: Comm) -> None:
     assert sorted(page for pages in everyone for page in pages) == [0, 1, 2, 3, 4, 5]
 
 
+def check_memory_in_use_comes_to_lie_on_large_pages(comm: Comm) -> None:
+    """What a call reads does when it is announced; what it wrote does when it is used again."""
+    part = comm.split(0)  # nothing of its memory is in use yet
+    inp = part.empty(2 * MIB, torch.float32).fill_(comm.rank)
+    out = part.empty(2 * MIB * comm.size, torch.float32)
+    asked: list[int] = []
+    with mock.patch.object(_arena, "make_large", lambda v: asked.extend(pages_of(v, LARGE_PAGE))):
+        for tensors in ([inp], [inp, out], [inp, out]):
+            part.all_gather(out, inp)
+            assert sorted(asked) == sorted(page for t in tensors for page in large_pages(t))
+    assert out[:: 2 * MIB].tolist() == list(range(comm.size))
+
+
+def large_pages(tensor: torch.Tensor) -> range:
+    start = tensor.data_ptr()
+    return range(-(-start // LARGE_PAGE), (start + tensor.nbytes) // LARGE_PAGE)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the elements that operations take from some memory, by rank; views take none."""
+
+    def __init__(self, memory: dict[int, tuple[int, int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = memory
+        self.counts = dict.fromkeys(memory, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            for read in args:
+                for rank, (low, high) in self._memory.items():
+                    if isinstance(read, torch.Tensor) and low <= read.data_ptr() < high:
+                        self.counts[rank] += read.numel()
+        return func(*args, **(kwargs or {}))
+
+
+def check_crowded_ranks_spin_nowhere(comm: Comm) -> None:
+    """With a processor less than there are ranks a barrier looks once, then yields."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    engine, asked = part._engine, []
+    meet = engine.board.meet
+
+    def late(seq: int, rounds: int) -> bool:
+        asked.append(rounds)
+        meet(seq, rounds)
+        return False
+
+    for processors, rounds in ((part.size - 1, 0), (part.size, SPINS)):
+        with mock.patch.object(engine.board, "processors", return_value=processors):
+            engine.begin()
+        with (
+            mock.patch.object(engine.board, "meet", late),
+            mock.patch.object(_engine, "Patience", wraps=Patience) as patience,
+        ):
+            part.barrier()
+        assert asked.pop() == rounds
+        patience.assert_called_once_with(crowded=rounds == 0)
+
+
+def check_a_reduction_reads_each_slice_once(comm: Comm) -> None:
+    """Of every rank's input this one reads its own slice, once, whatever is to be computed."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    numel = 100_003
+    for op, dtype, sum_dtype, own in (
+        ("max", torch.float32, None, False),
+        ("sum", torch.float32, None, False),
+        ("mean", torch.float32, None, True),
+        ("mean", torch.bfloat16, torch.float32, False),
+    ):
+        inp = part.empty(numel * part.size, dtype).fill_(part.rank + 1)
+        apart = [torch.full((numel,), part.rank + 1.0)] if own else None
+        out = torch.empty(numel)
+        reduce = partial(part.reduce_scatter, out, inp, op=op, sum_dtype=sum_dtype, own=apart)
+        reduce()  # maps what the others put there
+        memory = {
+            segment: (window.data_ptr(), window.data_ptr() + window.nbytes)
+            for segment, window in part._engine._windows._maps.items()
+        }
+        assert len(memory) == part.size - 1
+        with Reads(memory) as reads:
+            reduce()
+        assert reads.counts == dict.fromkeys(memory, numel)
+        total = part.size * (part.size + 1) / 2
+        expected = {"max": float(part.size), "sum": total, "mean": total / part.size}[op]
+        assert out.unique().tolist() == [expected]
+
+
+def check_marks_of_an_array_are_fenced(comm: Comm) -> None:
+    """Each wait ends with a fence, and each change of a mark has one on either side."""
+    part = comm.split(0)
+    assert isinstance(part, SharedMemoryComm)
+    array = part.shared(part.size, torch.float32)
+    assert array is not None
+    fences: list[str] = []
+    part._engine.board._fence = lambda: fences.append("")  # type: ignore[assignment]
+    counts = []
+    array.claim()
+    counts.append(len(fences))
+    work = array.publish()
+    counts.append(len(fences))
+    work.wait()
+    counts.append(len(fences))
+    array.release()
+    counts.append(len(fences))
+    assert counts == [1, 3, 4, 6]
+    comm.barrier()
+
+
 def check_barrier_is_a_barrier(comm: Comm) -> None:
     """Counters of all ranks, each written before a barrier, are there after it."""
     array = comm.shared(comm.size, torch.int64)
@@ -625,6 +740,10 @@ CHECKS = [
     check_gone_member,
     check_parts,
     check_large_pages_of_an_array,
+    check_memory_in_use_comes_to_lie_on_large_pages,
+    check_crowded_ranks_spin_nowhere,
+    check_a_reduction_reads_each_slice_once,
+    check_marks_of_an_array_are_fenced,
     check_barrier_is_a_barrier,
 ]
 

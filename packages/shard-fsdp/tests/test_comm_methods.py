@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
-from shard_comm import Comm, GroupComm, Recorded, SoloComm
+from shard_comm import Comm, GroupComm, Recorded, SoloComm, Work
 from shard_fsdp import FSDPModule, fully_shard
 from shard_testing import run_ranks, run_threads
 
@@ -175,6 +176,42 @@ def _separate(comm: Comm) -> None:
 
 def test_reductions_may_have_a_group_of_their_own() -> None:
     run_threads(_separate, 2)
+
+
+class _Together(Recorded):
+    """Notes where collectives that are to start together begin, and where they end."""
+
+    def __init__(self, inner: Comm) -> None:
+        super().__init__(inner)
+        self.log: list[str] = []
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        self.log.append("begin")
+        with super().coalesced():
+            yield
+        self.log.append("end")
+
+    def _all_gather(self, out: torch.Tensor, inp: torch.Tensor, timeout_s: float | None) -> Work:
+        self.log.append(f"gather {inp.dtype}")
+        return super()._all_gather(out, inp, timeout_s)
+
+
+def _gather_together(comm: Comm) -> None:
+    """A unit with parameters of two dtypes has two groups, gathered in one launch."""
+    together = _Together(comm)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    fully_shard(model, mesh=together)
+    assert isinstance(model, FSDPModule)
+    together.log.clear()
+    model.unshard()
+    gathers = together.log[1:-1]
+    assert [together.log[0], together.log[-1]] == ["begin", "end"]
+    assert sorted(gathers) == ["gather torch.bfloat16", "gather torch.float32"]
+
+
+def test_groups_of_a_unit_are_gathered_in_one_launch() -> None:
+    run_threads(_gather_together, 2)
 
 
 def test_one_rank_calls_nobody() -> None:

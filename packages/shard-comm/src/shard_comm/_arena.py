@@ -6,6 +6,7 @@ import weakref
 from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -39,7 +40,7 @@ class Place:
 class _Segment:
     """One mapping of the owner; ``free`` lists (offset, bytes, when freed), sorted.
 
-    ``large`` has the addresses, over ``LARGE_PAGE``, of the pages that were asked to be large.
+    ``large`` has the numbers of the pages that were asked to be large, as ``pages_of`` counts.
     """
 
     start: int
@@ -61,10 +62,10 @@ class Arena:
         nbytes: size of the part.
 
     **Memory**: the file grows in steps of 32 MiB or of one block, whichever is more, and pages
-    cost nothing until they are written, except for the large pages of a block of 4 MiB and more,
-    which it gets when it is taken. Freed blocks are kept for the next taker; blocks of 1 MiB
-    and more that 512 later takers had no use for go back to the system, and so does everything
-    free on ``trim()``.
+    cost nothing until they are written. Of blocks of 4 MiB and more, what is written whole comes to
+    lie on large pages when the block is used again, which costs no memory either. Freed blocks are
+    kept for the next taker; blocks of 1 MiB and more that 512 later takers had no use for go back
+    to the system, and so does everything free on ``trim()``.
     """
 
     def __init__(self, file: SharedFile, start: int, nbytes: int) -> None:
@@ -111,8 +112,7 @@ class Arena:
         if length > room:
             segment.free.insert(position, (offset + room, length - room, tick))
         block = segment.view[offset : offset + nbytes]
-        if nbytes >= _SPREAD_BYTES:
-            _spread(segment, block)
+        self._enlarge(segment, offset, nbytes)
         key = (segment.start, offset)
         freed = self._freed
         self._refs[key] = weakref.ref(block, lambda _: freed.append((*key, room)))
@@ -120,19 +120,43 @@ class Arena:
 
     def find(self, address: int) -> Place | None:
         """Return where an address of this process lies in the file; None where it does not."""
-        index = bisect_right(self._segments, address, key=lambda segment: segment.address) - 1
-        if index < 0:
+        segment = self._segment_at(address)
+        if segment is None:
             return None
-        segment = self._segments[index]
-        offset = address - segment.address
-        if offset >= segment.view.nbytes:
-            return None
-        return Place(segment.start, segment.view.nbytes, segment.start + offset)
+        offset = segment.start + address - segment.address
+        return Place(segment.start, segment.view.nbytes, offset)
+
+    def enlarge(self, address: int, nbytes: int) -> None:
+        """Put bytes on large pages where they lie here and hold data, page by page. Local."""
+        segment = self._segment_at(address)
+        if segment is not None:
+            self._enlarge(segment, address - segment.address, nbytes)
 
     def trim(self) -> None:
         """Return all free memory to the system. Local."""
         self._collect()
         self._sweep(self._takes, PAGE)
+
+    def _segment_at(self, address: int) -> _Segment | None:
+        index = bisect_right(self._segments, address, key=lambda segment: segment.address) - 1
+        if index < 0:
+            return None
+        segment = self._segments[index]
+        return segment if address < segment.address + segment.view.nbytes else None
+
+    def _enlarge(self, segment: _Segment, offset: int, nbytes: int) -> None:
+        if nbytes < _SPREAD_BYTES:
+            return
+        pages = []
+        for page in pages_of(segment.view[offset : offset + nbytes], LARGE_PAGE):
+            at = segment.start + page * LARGE_PAGE - segment.address
+            if page not in segment.large and self._file.is_written(at, LARGE_PAGE):
+                pages.append(page)
+        segment.large.update(pages)
+        for _, run in groupby(enumerate(pages), key=lambda item: item[1] - item[0]):
+            numbers = [page for _, page in run]
+            low, high = numbers[0] * LARGE_PAGE, (numbers[-1] + 1) * LARGE_PAGE
+            make_large(segment.view[low - segment.address : high - segment.address])
 
     def _grow(self, room: int) -> _Segment:
         least, unit = (0, PAGE) if self._file.named else (_SEGMENT_BYTES, LARGE_PAGE)
@@ -162,8 +186,9 @@ class Arena:
             if position and sum(free[position - 1][:2]) == offset:
                 position -= 1
                 joined.append(free.pop(position))
-            # It is as old as its largest part: little blocks come and go beside large ones.
-            tick = max(joined, key=lambda part: part[1])[2]
+            # It is as old as the largest part that may be memory: little blocks come and go
+            # beside large ones.
+            tick = max(joined, key=lambda part: (part[2] >= 0, part[1]))[2]
             free.insert(position, (min(joined)[0], sum(part[1] for part in joined), tick))
 
     def _sweep(self, latest: int, least_bytes: int) -> None:
@@ -180,11 +205,3 @@ class Arena:
                         range(first // LARGE_PAGE, last // LARGE_PAGE + 1)
                     )
                     segment.free[position] = (offset, length, -1)
-
-
-def _spread(segment: _Segment, block: memoryview) -> None:
-    """Put a block on large pages, unless it was asked for before."""
-    pages = pages_of(block, LARGE_PAGE)
-    if not segment.large.issuperset(pages):
-        make_large(block)
-        segment.large.update(pages)

@@ -27,18 +27,22 @@ def map_file(fd: int, offset: int, nbytes: int) -> memoryview:
     Raises:
         OSError: the system has no room for it.
     """
-    room = nbytes + LARGE_PAGE
-    base = _map(None, room, _NONE, _PRIVATE | _ANONYMOUS)
-    address = base + (offset - base) % LARGE_PAGE
-    # What lies before and behind stays reserved, which costs nothing, until all of it goes.
+    length = -(-nbytes // PAGE) * PAGE
+    base = _map(None, length + LARGE_PAGE, _NONE, _PRIVATE | _ANONYMOUS)
+    before = (offset - base) % LARGE_PAGE
+    address = base + before
     try:
         _map(address, nbytes, _READ_WRITE, _SHARED | _FIXED, fd, offset)
     except OSError:
-        _libc().munmap(base, room)
+        _libc().munmap(base, length + LARGE_PAGE)
         raise
+    # What was taken to find such an address goes: mappings are counted, and so is their room.
+    _libc().munmap(address + length, LARGE_PAGE - before)
+    if before:
+        _libc().munmap(base, before)
     _libc().madvise(address, nbytes, _DONTFORK)
     array = (ctypes.c_ubyte * nbytes).from_address(address)
-    weakref.finalize(array, _unmap, base, room, os.getpid()).atexit = False
+    weakref.finalize(array, _unmap, address, nbytes, os.getpid()).atexit = False
     return memoryview(array).cast("B")
 
 

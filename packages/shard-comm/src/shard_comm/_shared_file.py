@@ -53,6 +53,13 @@ class SharedFile:
         if self.named:
             os.posix_fallocate(self.fd, offset, nbytes)
 
+    def is_written(self, offset: int, nbytes: int) -> bool:
+        """Whether all pages of ``[offset, offset + nbytes)`` hold data, so that they are memory."""
+        try:
+            return os.lseek(self.fd, offset, os.SEEK_HOLE) >= offset + nbytes
+        except OSError:  # the system does not say
+            return False
+
     def map(self, offset: int, nbytes: int) -> memoryview:
         """Return the bytes ``[offset, offset + nbytes)``, mapped until the last view is gone."""
         return map_file(self.fd, offset, nbytes)

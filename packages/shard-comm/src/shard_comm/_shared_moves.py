@@ -26,6 +26,7 @@ Fold = Callable[[list[torch.Tensor], torch.Tensor], None]
 def gather(turn: Turn, out: torch.Tensor, inp: torch.Tensor) -> Body:
     """Copy every rank's input into its row of ``out``."""
     rows = out.view(turn.size, inp.numel())
+    turn.enlarge(out)
 
     def read(low: int, high: int, theirs: Callable[[int], torch.Tensor]) -> None:
         for rank in range(turn.size):
@@ -194,6 +195,7 @@ def by_columns(
         return None
     width = min(numel, max(CHUNK_BYTES // (count * dtype.itemsize), 1))
     place = turn.find(rows) if showing else None
+    turn.enlarge(rows)
     stage: torch.Tensor | None = None
     if showing and place is None:
         stage = turn.stage(min(-(-numel // width), 2), count, width, dtype=dtype)

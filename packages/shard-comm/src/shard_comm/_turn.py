@@ -60,6 +60,10 @@ class Turn:
         """Return where a tensor lies in this rank's shared memory, if it does."""
         return self._arena.find(tensor.data_ptr())
 
+    def enlarge(self, tensor: torch.Tensor) -> None:
+        """Put what a tensor holds on large pages, if it lies in this rank's shared memory."""
+        self._arena.enlarge(tensor.data_ptr(), tensor.nbytes)
+
     def stage(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return new shared memory."""
         return self._arena.take(torch.Size(shape).numel(), dtype).view(shape)
