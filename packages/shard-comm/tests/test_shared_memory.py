@@ -284,7 +284,8 @@ def check_sizes_of_a_shared_array(comm: Comm) -> None:
     others = [rank for rank in range(comm.size) if rank != 1]
     text = (
         f"shared: expected one size and dtype on all ranks, got {comm.size} of torch.int64 on "
-        f"ranks {others}, {2 * comm.size} of torch.int64 on ranks [1] (rank {comm.rank} of {comm.size})"
+        f"ranks {others}, {2 * comm.size} of torch.int64 on ranks [1] (rank {comm.rank} of "
+        f"{comm.size})"
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         comm.shared(mine * comm.size, torch.int64)
