@@ -41,6 +41,13 @@ def test_a_folder_of_checkpoints_says_what_is_in_it(folder: Path, tmp_path: Path
         read_marker(tmp_path)
 
 
+def test_a_folder_of_torch_says_what_reads_it(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").touch()
+    text = r"not a finished checkpoint; torch\.distributed\.checkpoint made it .* convert\(\)"
+    with pytest.raises(CheckpointError, match=text):
+        read_marker(tmp_path)
+
+
 def test_no_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         read_index(tmp_path / "x")

@@ -154,6 +154,34 @@ def test_shards_through_a_checkpointer(tmp_path: Path) -> None:
     assert run_threads(rank, 2) == [[[0, 1, 2, 3, 4], [0] * 5]] * 2
 
 
+def test_a_template_of_some_sections_hears_how_to_read_these_alone(tmp_path: Path) -> None:
+    path = stored(tmp_path / "a", one="x", two="y")
+    model = {"x": torch.zeros(4), "y": torch.zeros(4)}
+    with pytest.raises(ValueError, match=r"strict=False .*, or only=\[\"model: \*\"\] to leave"):
+        load({"model": model}, path, comm=SoloComm())
+    load({"model": model}, path, comm=SoloComm(), only=["model: *"])
+    assert model["y"].tolist() == [2] * 4
+    with pytest.raises(ValueError, match="the template lacks model: y") as caught:
+        load({"model": {"x": torch.zeros(4)}}, path, comm=SoloComm())
+    assert "only=" not in str(caught.value)  # the section itself does not fit
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_names_that_differ_by_a_wrapper_say_which(tmp_path: Path, inside: bool) -> None:
+    wrapped, bare = "layers.0._checkpoint_wrapped_module.w", "layers.0.w"
+    one, other = (wrapped, bare) if inside else (bare, wrapped)
+    path = stored(tmp_path / "a", one=one, two="head")
+    advice = r"differ by wrappers: pass rename=Naming\(strip=\('_checkpoint_wrapped_module',\)\);"
+    with pytest.raises(ValueError, match=advice):
+        load(template(other, "head"), path, comm=SoloComm())
+    naming = Naming(strip=("_checkpoint_wrapped_module",))
+    out = load(template(other, "head"), path, comm=SoloComm(), rename=naming)
+    assert out["optim"]["state"][other]["exp_avg"].tolist() == [10] * 4
+    with pytest.raises(ValueError, match="the checkpoint lacks") as caught:
+        load(template("layers.1.w", "_orig_mod.x"), path, comm=SoloComm())
+    assert "wrappers" not in str(caught.value)
+
+
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     path = stored(tmp_path / "a", one="x", two="y")
     fresh = template("x", "y")

@@ -16,7 +16,11 @@ ONES = torch.ones
 BAD: dict[str, tuple[Callable[[Comm], object], str]] = {
     "gather_size": (
         lambda c: c.all_gather(ONES(5), ONES(2)),
-        r"all_gather: expected 4 elements beside 2 .*, got 5 \(rank 0 of 2\)",
+        r"all_gather: expected 4 elements in out for 2 in inp, got 5 \(rank 0 of 2\)$",
+    ),
+    "gather_turned": (
+        lambda c: c.all_gather(ONES(2), ONES(4)),
+        r"8 elements in out for 4 in inp, got 2 .*; the result comes first, all_gather\(out, inp\)",
     ),
     "gather_dtype": (
         lambda c: c.all_gather(ONES(4), ONES(2).double()),
@@ -38,7 +42,11 @@ BAD: dict[str, tuple[Callable[[Comm], object], str]] = {
     "gather_half_a_slice": (lambda c: c.all_gather((out := ONES(4)), out[1:3]), "overlap"),
     "scatter_size": (
         lambda c: c.reduce_scatter(ONES(2), ONES(3)),
-        "reduce_scatter: expected 4 elements beside 2 .*, got 3",
+        "reduce_scatter: expected 4 elements in inp for 2 in out, got 3",
+    ),
+    "scatter_turned": (
+        lambda c: c.reduce_scatter(ONES(4), ONES(2)),
+        "expected 8 elements in inp for 4 in out, got 2 .*; the result comes first, reduce_scatter",
     ),
     "scatter_own_size": (
         lambda c: c.reduce_scatter(ONES(2), ONES(4), own=[ONES(1), ONES(2)]),
@@ -126,7 +134,7 @@ BAD: dict[str, tuple[Callable[[Comm], object], str]] = {
     ),
     "exchange_slices_out": (
         lambda c: c.all_to_all(ONES(3), ONES(2), slices=Slices((0, 2), (0, 2), 2)),
-        "all_to_all: expected 2 elements beside 2 on the other side, got 3",
+        "all_to_all: expected 2 elements in out for 2 in inp, got 3",
     ),
     "exchange_slices_ranks": (
         lambda c: c.all_to_all(ONES(2), ONES(2), slices=Slices((2,), (0, 2), 2)),

@@ -195,7 +195,7 @@ def check_inference_tensors(comm: HierarchicalComm) -> None:
 
 
 def check_mistakes_break_nothing(comm: HierarchicalComm) -> None:
-    with pytest.raises(ValueError, match=r"expected 12 elements beside 3 .* \(rank \d of 4\)"):
+    with pytest.raises(ValueError, match=r"12 elements in out for 3 in inp, .* \(rank \d of 4\)"):
         comm.all_gather(torch.empty(8), torch.empty(3))
     with pytest.raises((AttributeError, TypeError), match="pickle"):
         comm.all_gather_object(lambda: None)

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -271,6 +272,27 @@ def check_ranks_that_wait_for_each_other(comm: Comm) -> None:
     assert said[0].startswith(expected)
     assert "is in barrier()" in said[0]
     assert said == [said[0]] * comm.size
+
+
+def check_claims_without_a_release(comm: Comm) -> None:
+    """Nobody has released: no claim returns, and the error says what would let it."""
+    array = comm.split(0).shared(comm.size, torch.float32)
+    assert array is not None
+    array.publish().wait()
+    with pytest.raises(RuntimeError, match=r"ranks wait .* all ranks have called release\(\)$"):
+        array.claim()
+
+
+def check_sizes_of_a_shared_array(comm: Comm) -> None:
+    mine = 2 if comm.rank == 1 else 1
+    others = [rank for rank in range(comm.size) if rank != 1]
+    text = (
+        f"shared: expected one size and dtype on all ranks, got {comm.size} of torch.int64 on "
+        f"ranks {others}, {2 * comm.size} of torch.int64 on ranks [1] (rank {comm.rank} of "
+        f"{comm.size})"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        comm.shared(mine * comm.size, torch.int64)
 
 
 def check_waiting_in_turns(comm: Comm) -> None:
@@ -724,6 +746,8 @@ CHECKS = [
     check_own_contributions,
     check_mismatch,
     check_ranks_that_wait_for_each_other,
+    check_claims_without_a_release,
+    check_sizes_of_a_shared_array,
     check_waiting_in_turns,
     check_long_wait,
     check_failing_at_once,

@@ -302,6 +302,6 @@ def test_state_that_does_not_fit() -> None:
         optimizer.load_state_dict(wrong)
     with pytest.raises(ValueError, match=r"missing \['w'\], unexpected \['v'\]"):
         optimizer.load_state_dict({"state": {}, "param_groups": [{"params": ["v"]}]})
-    with pytest.raises(ValueError, match="expected 1 parameter groups, got 0"):
+    with pytest.raises(ValueError, match="expected 1 parameter groups, got 0; build the optimizer"):
         optimizer.load_state_dict({"state": {}, "param_groups": []})
     assert not optimizer.state_dict()["state"]

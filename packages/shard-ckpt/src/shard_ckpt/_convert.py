@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from shard_ckpt._dcp_read import DCP_METADATA, read_dcp
+from shard_ckpt._dcp_read import read_dcp
 from shard_ckpt._dcp_write import write_dcp
 from shard_ckpt._deepspeed import read_zero
 from shard_ckpt._deepspeed_files import looks_like_zero
@@ -16,7 +16,7 @@ from shard_ckpt._errors import CheckpointError
 from shard_ckpt._hf_folder import SUFFIX
 from shard_ckpt._index import INDEX_NAME
 from shard_ckpt._lazy import LazyTensors, save_lazy
-from shard_ckpt._marker import MARKER_NAME
+from shard_ckpt._marker import DCP_METADATA, MARKER_NAME
 from shard_ckpt._own_read import read_hf, read_own
 from shard_ckpt._places import Place, names_in, place_of
 from shard_ckpt._remote import RemotePath

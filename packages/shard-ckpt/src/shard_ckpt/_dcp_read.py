@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from shard_ckpt._errors import CheckpointError
 from shard_ckpt._lazy import LazyTensors
+from shard_ckpt._marker import DCP_METADATA
 from shard_ckpt._torch_file import as_sections, reason_of
 
-DCP_METADATA = ".metadata"
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (

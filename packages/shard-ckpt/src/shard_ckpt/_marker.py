@@ -12,6 +12,8 @@ from shard_ckpt._json import canonical_json, is_count, strict_loads
 from shard_ckpt._places import Place, names_in
 
 MARKER_NAME = "COMMITTED"
+DCP_METADATA = ".metadata"
+"""The marker of torch.distributed.checkpoint."""
 
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -67,8 +69,11 @@ def read_marker(folder: Place) -> Marker:
     if raw is None:
         if not folder.exists():
             raise FileNotFoundError(f"{folder}: no such checkpoint")
-        inside = [name for name in names_in(folder) if (folder / name / MARKER_NAME).exists()]
+        names = names_in(folder)
+        inside = [name for name in names if (folder / name / MARKER_NAME).exists()]
         hint = f"; it holds checkpoints: {', '.join(inside[-3:])}" if inside else ""
+        if DCP_METADATA in names:
+            hint = "; torch.distributed.checkpoint made it and reads it, or convert() it first"
         raise CheckpointError(
             f"{folder}: no {MARKER_NAME} marker, so it is not a finished checkpoint{hint}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from shard_ckpt._runs import Runs, overlaps
 
 _NUMBERED = re.compile(r": \d+#")
 _NAMES_SHOWN = 5
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,17 @@ def match(
     found = {leaf.id: tensor for leaf in leaves if (tensor := lookup.find(leaf)) is not None}
     missing = [_asked_for(leaf, lookup.wanted(leaf)) for leaf in _unfilled(picked, found)]
     owners = {_tie_group(index.tensors[tensor]) for tensor in found.values()}
-    unexpected = [
-        record.label
+    strays = [
+        record
         for _, record in sorted(index.tensors.items())
         if _tie_group(record) not in owners and is_picked(record.label, only)
     ]
+    unexpected = [record.label for record in strays]
     if strict and (missing or unexpected):
-        raise ValueError("; ".join(_complaints(missing, unexpected)))
+        sections = {leaf.section for leaf in picked}
+        alone = sections and sections.isdisjoint(record.section for record in strays)
+        advice = _only(sections) if alone and not missing else ""
+        raise ValueError("; ".join(_complaints(missing, unexpected)) + advice)
     if missing or unexpected:
         logger.warning(
             "loaded in part: the checkpoint lacks %s; the template lacks %s",
@@ -197,6 +202,11 @@ def _can_convert(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return True
 
 
+def _only(sections: Collection[str]) -> str:
+    patterns = ", ".join(f'"{section}: *"' for section in sorted(sections))
+    return f", or only=[{patterns}] to leave other sections alone"
+
+
 def _complaints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
     """What does not match, and what to do about it."""
     parts = [
@@ -214,7 +224,23 @@ def _complaints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
             "an optimizer that has not stepped has no states yet; take the template from "
             "state_dict(allocate=True)"
         )
+    if wrappers := _wrappers_between(missing, unexpected):
+        parts.append(f"names differ by wrappers: pass rename=Naming(strip={wrappers})")
     return [*parts, "pass strict=False to load only what both have"]
+
+
+def _wrappers_between(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, ...]:
+    """Return the components without which some of the names on both sides are the same."""
+    bare = [{name: _unwrapped(name) for name in names} for names in (missing, unexpected)]
+    common = set(bare[0].values()) & set(bare[1].values())
+    wrapped = [name for side in bare for name, text in side.items() if text in common]
+    return tuple(part for part in _WRAPPERS if any(f"{part}." in name for name in wrapped))
+
+
+def _unwrapped(name: str) -> str:
+    for part in _WRAPPERS:
+        name = name.replace(f"{part}.", "")
+    return name
 
 
 def _listed(names: Sequence[str]) -> str:

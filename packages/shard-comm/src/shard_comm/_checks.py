@@ -50,9 +50,11 @@ def check_pair(
         mixed: they may differ in dtype.
     """
     if big.numel() != numel:
+        large, other = ("inp", "out") if op == "reduce_scatter" else ("out", "inp")
+        turned = f"; the result comes first, {op}(out, inp)" if small.numel() > big.numel() else ""
         raise ValueError(
-            f"{op}: expected {numel} elements beside {small.numel()} on the other side, "
-            f"got {big.numel()} {where}"
+            f"{op}: expected {numel} elements in {large} for {small.numel()} in {other}, "
+            f"got {big.numel()} {where}{turned}"
         )
     if big.dtype != small.dtype and not mixed:
         raise ValueError(f"{op}: expected one dtype, got {big.dtype} and {small.dtype} {where}")

@@ -288,7 +288,9 @@ class Engine:
         knot = self.board.stories.knot(since)
         if not knot:
             return None
-        return f"ranks wait for each other: {', '.join(self._told(knot, knot))}"
+        claims = all(text.startswith("claim ") for text in knot.values())
+        hint = "; a claim returns once all ranks have called release()" if claims else ""
+        return f"ranks wait for each other: {', '.join(self._told(knot, knot))}{hint}"
 
     def _told(self, stories: Mapping[int, str], ranks: Iterable[int]) -> list[str]:
         return [f"rank {self._numbers[r]} is in {stories[r]}" for r in ranks if r in stories]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shard_comm._calls import describe, noted
 from shard_comm._comm import Comm, Work
 from shard_comm._launches import Launched, Launches, Start
+from shard_comm._linger import linger_at_exit
 from shard_comm._registered import RegisteredMemory
 from shard_comm._roll import SLOW_S, Inquiry, Roll
 from shard_comm._slices import Slices
@@ -99,6 +100,8 @@ class GroupComm(Comm):
                 f"expected a device that the group's backends {backends} serve, got {device}"
             )
         self._ordered = self._backend != "nccl"
+        if self._backend == "gloo":
+            linger_at_exit()
         self._owned = False
         self._roll = Roll.of(self.group)
         default = timeout_s if timeout_s is not None else _group_timeout_s(self.group, device)

@@ -232,9 +232,13 @@ class SharedMemoryComm(Comm):
         what = (numel, str(dtype))
         asked = self.all_gather_object(what)
         if any(other != what for other in asked):
+            ranks: dict[tuple[int, str], list[int]] = {}
+            for rank, other in enumerate(asked):
+                ranks.setdefault(other, []).append(rank)
+            got = ", ".join(f"{n} of {kind} on ranks {who}" for (n, kind), who in ranks.items())
+            label = f" {name}" if name else ""
             raise RuntimeError(
-                f"shared {name}: expected one size and dtype, got {asked} by rank; "
-                f"this is rank {self.rank} of {self.size}"
+                f"shared{label}: expected one size and dtype on all ranks, got {got} {self._where}"
             )
         head_bytes, nbytes = 2 * self.size * 64, numel * dtype.itemsize
         start = -(-(PAGE + head_bytes) // LARGE_PAGE) * LARGE_PAGE

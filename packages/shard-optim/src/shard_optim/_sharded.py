@@ -234,7 +234,8 @@ class ShardedOptimizer(Optimizer):
         theirs = saved["param_groups"]
         if len(theirs) != len(self.param_groups):
             raise ValueError(
-                f"expected {len(self.param_groups)} parameter groups, got {len(theirs)}"
+                f"expected {len(self.param_groups)} parameter groups, got {len(theirs)}; build the "
+                f"optimizer with the groups of the one that was saved"
             )
         inner = self._synced()
         copy = not isinstance(inner, FlatOptimizer)  # which copies into what it has

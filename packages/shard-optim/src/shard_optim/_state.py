@@ -74,7 +74,10 @@ def match_state(
         raise ValueError(f"expected a state dictionary with {missing}, got keys {sorted(saved)}")
     saved_groups = saved["param_groups"]
     if len(saved_groups) != len(groups):
-        raise ValueError(f"expected {len(groups)} parameter groups, got {len(saved_groups)}")
+        raise ValueError(
+            f"expected {len(groups)} parameter groups, got {len(saved_groups)}; build the "
+            f"optimizer with the groups of the one that was saved"
+        )
     found: dict[torch.Tensor, Saved] = {}
     used = set()
     for number, (group, theirs) in enumerate(zip(groups, saved_groups, strict=True)):
