@@ -71,6 +71,27 @@ def test_a_slot_says_who_is_where() -> None:
     assert (first.pid(1), second.pid(0)) == (os.getpid(), os.getpid())
 
 
+def test_the_last_calls_of_a_rank_are_read_in_order() -> None:
+    """Two rounds and a half of the slots, of which the last three and all are asked for."""
+    first, second = two_boards()
+    assert second.calls(0, 64) == []
+    last = SLOTS * 5 // 2
+    for seq in range(last):
+        first.post(seq, Call("all_reduce", seq, torch.bfloat16, "sum"))
+        first.reach(seq, DONE)
+    first.meet(last, 0)
+    first.post(last + 1, Call("broadcast", 3, torch.int64, src=1, label=" for norm"))
+    assert second.calls(0, 3) == [
+        f"{last}: all_reduce sum of {last - 1} bfloat16, {2 * last - 2} bytes, done",
+        f"{last + 1}: barrier(), 0 bytes, arrived",
+        f"{last + 2}: broadcast from 1 of 3 int64 for norm, 24 bytes, arrived",
+    ]
+    first.reach(last + 1, 2)
+    assert second.calls(0, 1)[0].endswith(", at step 2")
+    assert len(second.calls(0, 2 * SLOTS)) == SLOTS
+    assert second.calls(1, 64) == []
+
+
 def test_what_was_reached_stays_reached_when_the_slot_goes_on() -> None:
     first, second = two_boards()
     first.post(3, CALLS[2])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
+import re
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -397,13 +399,24 @@ def check_late_rank(comm: Comm) -> None:
     tensor = torch.ones(2)
     if comm.rank == 0:
         work = comm.all_reduce(tensor, async_op=True, timeout_s=0.2)
+        logger, handler, said = logging.getLogger("shard_comm"), logging.Handler(), []
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
         for _ in range(2):
             with pytest.raises(
                 RuntimeError,
                 match=r"all_reduce sum of 2 float32 failed on rank 0 of .* 0\.2 s",
             ):
                 work.wait()
+        logger.removeHandler(handler)
         store.set("rank 0 gave up", "")
+        (text,) = said
+        head, *calls = text.split("\n")
+        assert head == f"the last calls of rank 0 of {comm.size}:"
+        assert ", done, " in calls[0]
+        assert re.fullmatch(
+            r"  \d+: all_reduce sum of 2 float32, 8 bytes, failed, \d\.\d{3} s", calls[-1]
+        )
     else:
         store.wait(["rank 0 gave up"])
         comm.all_reduce(tensor)

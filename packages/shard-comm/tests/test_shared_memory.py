@@ -443,6 +443,28 @@ def check_absent_rank(comm: Comm) -> None:
     assert set(comm.all_gather_object(str(caught.value))) <= reasons
 
 
+def check_last_calls(comm: Comm) -> None:
+    """One of the ranks that give up logs the last calls of all, those of the absent one too."""
+    part = comm.split(0)
+    for step in range(70):
+        part.all_reduce(torch.ones(3), op="max", name=f"step {step}")
+
+    def give_up() -> None:
+        with pytest.raises(RuntimeError, match=r"waited 0\.2 s for ranks"):
+            part.all_reduce(torch.ones(2), name="norm", timeout_s=0.2)
+
+    told = comm.all_gather_object([] if comm.rank == 1 else _logged(give_up))
+    (speaker,) = [rank for rank, records in enumerate(told) if records]
+    assert len(told[speaker]) == comm.size
+    for rank, text in enumerate(told[speaker]):
+        head, *calls = text.split("\n")
+        assert head == f"the last calls of rank {rank} of {comm.size}:"
+        assert len(calls) == 64
+    of_speaker, of_absent = (told[speaker][rank].split(": ")[-1] for rank in (speaker, 1))
+    assert of_speaker == "all_reduce sum of 2 float32 for norm, 8 bytes, arrived"
+    assert of_absent == "all_reduce max of 3 float32 for step 69, 12 bytes, done"
+
+
 def check_input_of_a_rank_that_gave_up(comm: Comm) -> None:
     """It may be overwritten while it is read: who reads it raises as well."""
     part = comm.split(0)
@@ -755,6 +777,7 @@ CHECKS = [
     check_closing,
     check_closing_ends_a_wait,
     check_absent_rank,
+    check_last_calls,
     check_input_of_a_rank_that_gave_up,
     check_failure_in_the_middle,
     check_interrupt,

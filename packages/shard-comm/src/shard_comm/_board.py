@@ -240,6 +240,20 @@ class Board:
         text = self._bytes[start : start + (self.words[at + _LABEL] >> 32)] if code else b""
         return Call.read(code, self.words[at + _NUMEL], bytes(text).decode(errors="replace"))
 
+    def calls(self, rank: int, most: int) -> list[str]:
+        """Return in words what a rank called last, the oldest first, and how far it is."""
+        slots = [self.words[self._at(rank, slot)] for slot in range(SLOTS)]
+        begun = sorted(word for word in slots if word & DONE)[-most:]
+        return [self._in_words(rank, word >> 24, word & DONE) for word in begun]
+
+    def _in_words(self, rank: int, seq: int, step: int) -> str:
+        call = self.call(rank, seq)
+        nbytes = 0 if call.dtype is None else call.numel * call.dtype.itemsize
+        state = "done" if step == DONE else "arrived" if step == ARRIVED else f"at step {step}"
+        if call.kind == "barrier":  # of which a rank says no more than that
+            state = "arrived"
+        return f"{seq + 1}: {call}, {nbytes} bytes, {state}"
+
     def place(self, rank: int, seq: int) -> Place | None:
         """Return where the data of ``rank``, which has arrived, lie."""
         at = self._at(rank, seq)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from typing import Any
@@ -14,17 +13,18 @@ import torch
 from shard_comm._call_entry import CallEntry
 from shard_comm._calls import listed, noted, noted_anew
 from shard_comm._comm import Comm, Work
+from shard_comm._history import History, kept_outside, log_calls
 from shard_comm._shared_array import SharedArray
 from shard_comm._slices import Slices
 from shard_comm._wrapper import Wrapper
 
-KEPT = 64
-
-logger = logging.getLogger("shard_comm")
-
 
 class _DifferentCallsError(RuntimeError):
-    """All ranks know it, and the entries of all of them are logged already."""
+    """All ranks know it; ``told`` has the calls that this rank is to log, by rank."""
+
+    def __init__(self, message: str, told: Mapping[int, Sequence[CallEntry]]) -> None:
+        super().__init__(message)
+        self.told = told
 
 
 class Checked(Wrapper):
@@ -52,17 +52,14 @@ class Checked(Wrapper):
         super().__init__(inner)
         self.reads_own = inner.reads_own
         self._calls = 0
-        self._kept: deque[CallEntry] = deque(maxlen=KEPT)
+        self._history = History()
         self._digest = torch.zeros(1, dtype=torch.int64, device=inner.device)
         self._digests = torch.zeros(inner.size, dtype=torch.int64, device=inner.device)
 
     @property
     def entries(self) -> list[CallEntry]:
         """This rank's last calls, the oldest first."""
-        for entry in self._kept:
-            if entry.state in ("checking", "running"):
-                entry.turn(entry.state)
-        return list(self._kept)
+        return self._history.entries
 
     def coalesced(self) -> AbstractContextManager[None]:
         """Change nothing: each collective is compared, and so started, by itself. Local."""
@@ -195,7 +192,6 @@ class Checked(Wrapper):
         """Compare, then let ``go`` launch the collective, and keep an account of it."""
         self._calls += 1
         entry = self._enter(op, tensor)
-
         with self._accounting(entry):
             self._compare(entry, timeout_s)
             entry.turn("running")
@@ -209,18 +205,19 @@ class Checked(Wrapper):
         return Work(finish)
 
     def _enter(self, op: str, tensor: torch.Tensor | None) -> CallEntry:
-        entry = CallEntry.of(self._calls, op, tensor)
-        self._kept.append(entry)
-        return entry
+        return self._history.enter(self._calls, op, tensor)
 
     @contextmanager
     def _accounting(self, entry: CallEntry) -> Iterator[None]:
         try:
-            yield
+            with kept_outside():
+                yield
         except Exception as error:
             entry.turn("failed")
-            if not isinstance(error, _DifferentCallsError):
-                self._log([self.entries], first=self.rank)
+            mine = {self.rank: self.entries}
+            told = error.told if isinstance(error, _DifferentCallsError) else mine
+            for rank, entries in told.items():
+                log_calls(entries, rank, self.size)
             raise
 
     def _compare(self, entry: CallEntry, timeout_s: float | None) -> None:
@@ -240,8 +237,6 @@ class Checked(Wrapper):
                 f"{entry.call} (call {entry.number}): rank {self.rank} of {self.size} waited "
                 f"{entry.seconds:.1f} s for all ranks to make the same call: {error}"
             ) from error
-        if self.rank == 0:
-            self._log(told, first=0)
         calls = defaultdict(list)
         for rank, entries in enumerate(told):
             calls[f"{entries[-1].call} (call {entries[-1].number})"].append(rank)
@@ -249,12 +244,10 @@ class Checked(Wrapper):
             f"{listed(ranks)} {'calls' if len(ranks) == 1 else 'call'} {call}"
             for call, ranks in calls.items()
         )
-        raise _DifferentCallsError(f"ranks call different collectives: {who}")
-
-    def _log(self, told: Sequence[Sequence[CallEntry]], *, first: int) -> None:
-        for rank, entries in enumerate(told, first):
-            lines = "\n".join(f"  {entry}" for entry in entries)
-            logger.error("the last calls of rank %d of %d:\n%s", rank, self.size, lines)
+        raise _DifferentCallsError(
+            f"ranks call different collectives: {who}",
+            dict(enumerate(told)) if self.rank == 0 else {},
+        )
 
 
 class _CheckedArray(SharedArray):

@@ -17,6 +17,7 @@ import torch
 from shard_comm._arena import Arena
 from shard_comm._board import ARRIVED, DONE, SLOTS, Board, Call
 from shard_comm._comm import Work
+from shard_comm._history import KEPT, log_calls
 from shard_comm._mapping import LARGE_PAGE, PAGE
 from shard_comm._patience import SPINS, Patience
 from shard_comm._shared_file import SharedFile
@@ -73,7 +74,8 @@ class Engine:
         self.size = size
         self._timeout_s = timeout_s
         self._numbers = list(range(size)) if numbers is None else list(numbers)
-        self._me = f"rank {self._numbers[rank]} of {size if whole is None else whole}"
+        self._whole = size if whole is None else whole
+        self._me = f"rank {self._numbers[rank]} of {self._whole}"
         self._windows = Windows(file)
         self._crowded = True
         self._spins = 0
@@ -247,20 +249,29 @@ class Engine:
                 if waited_s >= warn_s:
                     warn_s = inf
                     logger.warning("%s", self._waits(what, _WARN_S, missing))
-                problem = self._problem(missing, what, waited_s, limit_s) or self._knot(since)
+                heard = self._heard()
+                problem = heard or self._problem(missing, what, waited_s, limit_s)
+                problem = problem or self._knot(since)
                 if problem is not None and not done():
-                    raise self.failure(problem)
+                    failure = self.failure(problem)
+                    if not heard and self._broken == problem:
+                        self._log_calls()
+                    raise failure
         finally:
             self.board.stories.hush()
+
+    def _heard(self) -> str | None:
+        """Why the group is broken, here or on another rank."""
+        return self._broken or next(iter(self.board.last_words().values()), None)
+
+    def _log_calls(self) -> None:
+        for rank, number in enumerate(self._numbers):
+            log_calls(self.board.calls(rank, KEPT), number, self._whole)
 
     def _problem(
         self, missing: list[int], what: str, waited_s: float, limit_s: float
     ) -> str | None:
         """Why waiting on makes no sense, if it does not."""
-        if self._broken is not None:
-            return self._broken
-        for reason in self.board.last_words().values():
-            return reason
         here = f"{what} on {self._me}"
         gone = [rank for rank in missing if not self.file.is_alive(rank)]
         if gone:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_comm._calls import describe, noted
+from shard_comm._call_entry import CallEntry
+from shard_comm._calls import noted
 from shard_comm._comm import Comm, Work
+from shard_comm._history import History, log_calls
 from shard_comm._launches import Launched, Launches, Start
 from shard_comm._linger import linger_at_exit
 from shard_comm._registered import RegisteredMemory
@@ -45,9 +47,9 @@ class GroupComm(Comm):
 
     A wait that fails says which ranks came to the collective and which did not, as far as the
     group's store knows: over Gloo every rank that has waited for a second has told it. A rank that
-    went on without waiting (the source of a broadcast, say) may be listed among the missing. Gloo
-    itself gives a collective up only after the group's own timeout: with a shorter one here, the
-    end of the process waits for that.
+    went on without waiting (the source of a broadcast, say) may be listed among the missing. The
+    last 64 calls of a rank whose wait fails go to its log. Gloo itself gives a collective up only
+    after the group's own timeout: with a shorter one here, the end of the process waits for that.
 
     Args:
         group: the process group; None is the default group.
@@ -106,6 +108,7 @@ class GroupComm(Comm):
         self._roll = Roll.of(self.group)
         default = timeout_s if timeout_s is not None else _group_timeout_s(self.group, device)
         super().__init__(rank, dist.get_world_size(self.group), device=device, timeout_s=default)
+        self._history = History()
         self._queue: Launches | None = None
         self._set_reducing(reducing)
 
@@ -350,50 +353,55 @@ class GroupComm(Comm):
     def _launch(
         self, op: str, start: Start, timeout_s: float | None, tensor: torch.Tensor | None = None
     ) -> Work:
-        what = describe(op, tensor)
         launched = Launched(start)
         if self._queue is None:
             launched.start()
         else:
             self._queue.add(launched)
-        call = self._roll.begin()
+        entry = self._history.enter(self._roll.begin(), op, tensor)
+        entry.state = "running"
         limit_s = timeout_s if timeout_s is not None else self.timeout_s
         # A timeout given to NCCL's wait blocks the host; without one only the stream waits.
         host_wait = timeout_s is not None or self.device.type == "cpu"
 
         def finish() -> None:
-            work = launched.work
-            if work is None:
+            if launched.work is None:
                 raise RuntimeError(
-                    f"{what}: waited for inside coalesced(), which starts it at its end "
+                    f"{entry.call}: waited for inside coalesced(), which starts it at its end "
                     f"{self._where}; wait after the block"
                 )
-            began = time.monotonic()
-            inquiry = None
-            try:
-                if self._backend == "gloo":
-                    inquiry = self._first_wait(work, call, what, limit_s)
-                    if inquiry is None:
-                        return
-                if host_wait:
-                    self._wait_until(work, began + limit_s, inquiry)
-                else:
-                    work.wait()
-            except RuntimeError as error:
-                waited_s = time.monotonic() - began
-                if inquiry is None:
-                    inquiry = self._inquire(call, what)
-                raise RuntimeError(
-                    f"{what} failed on rank {self.rank} of {self.size} after {waited_s:.1f} s "
-                    f"(limit {limit_s:g} s); {inquiry.result()}: {error}"
-                ) from error
-            finally:
-                if inquiry is not None:
-                    inquiry.dismiss()
+            self._finish(launched.work, entry, limit_s, host_wait=host_wait)
+            entry.turn("done")
 
         return Work(finish)
 
-    def _first_wait(self, work: Any, call: int, what: str, limit_s: float) -> Inquiry | None:
+    def _finish(self, work: Any, entry: CallEntry, limit_s: float, *, host_wait: bool) -> None:
+        began = time.monotonic()
+        inquiry = None
+        try:
+            if self._backend == "gloo":
+                inquiry = self._first_wait(work, entry, limit_s)
+                if inquiry is None:
+                    return
+            if host_wait:
+                self._wait_until(work, began + limit_s, inquiry)
+            else:
+                work.wait()
+        except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            if inquiry is None:
+                inquiry = self._inquire(entry)
+            entry.turn("failed")
+            log_calls(self._history.entries, self.rank, self.size)
+            raise RuntimeError(
+                f"{entry.call} failed on rank {self.rank} of {self.size} after {waited_s:.1f} s "
+                f"(limit {limit_s:g} s); {inquiry.result()}: {error}"
+            ) from error
+        finally:
+            if inquiry is not None:
+                inquiry.dismiss()
+
+    def _first_wait(self, work: Any, entry: CallEntry, limit_s: float) -> Inquiry | None:
         """Wait a little; None if that is enough, else tell the others where this rank is.
 
         Over Gloo a wait may be given up and taken up again, and an error comes again.
@@ -401,7 +409,7 @@ class GroupComm(Comm):
         try:
             work.wait(timedelta(seconds=min(SLOW_S, limit_s / 2)))
         except RuntimeError:
-            return self._inquire(call, what)
+            return self._inquire(entry)
         return None
 
     def _wait_until(self, work: Any, end_s: float, inquiry: Inquiry | None) -> None:
@@ -422,8 +430,8 @@ class GroupComm(Comm):
             else:
                 return
 
-    def _inquire(self, call: int, what: str) -> Inquiry:
-        inquiry = Inquiry(self._roll, call, what, listening=self._watch is not None)
+    def _inquire(self, entry: CallEntry) -> Inquiry:
+        inquiry = Inquiry(self._roll, entry.number, entry.call, listening=self._watch is not None)
         inquiry.start()
         return inquiry
 
