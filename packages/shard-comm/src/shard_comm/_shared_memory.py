@@ -43,8 +43,8 @@ class SharedMemoryComm(Comm):
 
     A rank that dies makes the others raise within a second. After any error the group is broken:
     every later call on every rank raises the first reason. Ranks that call different collectives
-    all raise, and the error says who called what. Where one is missing, the rank that finds out logs
-    the last 64 calls of all.
+    all raise, and the error says who called what. Where one is missing, the rank that finds
+    out logs the last 64 calls of all.
 
     Make it with ``SharedMemoryComm.join(inner)``.
 
