@@ -251,7 +251,7 @@ def test_a_closed_comm_refuses_every_call(name: str) -> None:
     assert getattr(comm, "inner", comm).closed
     for op, call in CALLS.items():
         where = rf"\(rank {comm.rank} of {comm.size}\)"
-        with pytest.raises(RuntimeError, match=f"^{op}: this comm is closed {where}; make a new"):
+        with pytest.raises(ValueError, match=f"^{op}: this comm is closed {where}; make a new"):
             call(comm)
 
 

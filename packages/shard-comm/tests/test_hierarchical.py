@@ -325,7 +325,7 @@ def check_closing(comm: HierarchicalComm) -> None:
             "shared": lambda: part.shared(4, torch.float32),
         }
         for op, call in calls.items():
-            with pytest.raises(RuntimeError, match=rf"^{op}: this comm is closed \(rank 1 of 4\)"):
+            with pytest.raises(ValueError, match=rf"^{op}: this comm is closed \(rank 1 of 4\)"):
                 call()
     else:
         with pytest.raises(RuntimeError) as caught:

@@ -227,7 +227,7 @@ def test_objects_parts_memory_and_bad_arguments() -> None:
     closed = Quantized(SoloComm())
     closed.close()
     assert closed.inner.closed
-    with pytest.raises(RuntimeError, match="barrier: this comm is closed"):
+    with pytest.raises(ValueError, match="barrier: this comm is closed"):
         closed.barrier()
 
 

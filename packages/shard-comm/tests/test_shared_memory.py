@@ -387,11 +387,12 @@ def check_closing(comm: Comm) -> None:
             "split: ": lambda: part.split(0),
             "shared: ": lambda: part.shared(part.size, torch.float32),
             r"claim of the shared array \[\d\]: ": array.claim,
-            "": pending.wait,
         }
         for op, call in calls.items():
-            with pytest.raises(RuntimeError, match=f"^{op}{where}"):
+            with pytest.raises(ValueError, match=f"^{op}{where}"):
                 call()
+        with pytest.raises(RuntimeError, match=f"^{where}"):
+            pending.wait()
         assert memory.tolist() == [1.0] * 3
     else:
         with pytest.raises(RuntimeError, match=r"rank 1 \(process \d+\) is gone"):

@@ -127,8 +127,9 @@ class Comm(ABC):
             name: what messages call the array.
 
         Raises:
-            ValueError: ``numel`` is not divisible, or below the number of ranks.
-            RuntimeError: ranks ask for different arrays, or the comm is closed.
+            ValueError: ``numel`` is not divisible or below the number of ranks, or the comm is
+                closed.
+            RuntimeError: ranks ask for different arrays.
 
         **Collective**. **Memory**: one copy for the whole group, until the last rank drops it.
         """
@@ -163,8 +164,9 @@ class Comm(ABC):
         Raises:
             TypeError: an argument is no tensor; nothing was sent.
             ValueError: shapes, dtypes, devices or the timeout do not fit, or ``inp`` overlaps
-                ``out`` elsewhere than in this rank's slice; nothing was sent.
-            RuntimeError: a rank did not arrive in time, or the comm is closed.
+                ``out`` elsewhere than in this rank's slice, or the comm is closed; nothing was
+                sent.
+            RuntimeError: a rank did not arrive in time.
         """
         check_tensors("all_gather", self._where, out=out, inp=inp)
         self._check("all_gather", out, inp, out_numel=inp.numel() * self.size, timeout_s=timeout_s)
@@ -207,8 +209,8 @@ class Comm(ABC):
         Raises:
             TypeError: an argument is no tensor; nothing was sent.
             ValueError: shapes, dtypes, devices, ``op`` or the timeout do not fit, or the two
-                overlap; nothing was sent.
-            RuntimeError: a rank did not arrive in time, or the comm is closed.
+                overlap, or the comm is closed; nothing was sent.
+            RuntimeError: a rank did not arrive in time.
 
         **Memory**: with a ``sum_dtype``, a second buffer of ``inp``'s size while it runs; where
         ranks share memory, none.
@@ -265,8 +267,9 @@ class Comm(ABC):
 
         Raises:
             TypeError: the argument is no tensor; nothing was sent.
-            ValueError: the tensor, ``op`` or the timeout does not fit; nothing was sent.
-            RuntimeError: a rank did not arrive in time, or the comm is closed.
+            ValueError: the tensor, ``op`` or the timeout does not fit, or the comm is closed;
+                nothing was sent.
+            RuntimeError: a rank did not arrive in time.
 
         **Memory**: with a ``sum_dtype``, ``size`` times the tensor's while it runs (where ranks
         share memory, none): keep to small tensors there.
@@ -307,9 +310,9 @@ class Comm(ABC):
 
         Raises:
             TypeError: the argument is no tensor; nothing was sent.
-            ValueError: the tensor or the timeout does not fit, or ``src`` is no rank; nothing
-                was sent.
-            RuntimeError: a rank did not arrive in time, or the comm is closed.
+            ValueError: the tensor or the timeout does not fit, or ``src`` is no rank, or the
+                comm is closed; nothing was sent.
+            RuntimeError: a rank did not arrive in time.
         """
         check_tensors("broadcast", self._where, tensor=tensor)
         self._check("broadcast", tensor, tensor, out_numel=tensor.numel(), timeout_s=timeout_s)
@@ -344,9 +347,9 @@ class Comm(ABC):
 
         Raises:
             TypeError: an argument is no tensor; nothing was sent.
-            ValueError: shapes, dtypes, devices or the timeout do not fit, or the two overlap;
-                nothing was sent.
-            RuntimeError: a rank did not arrive in time, or the comm is closed.
+            ValueError: shapes, dtypes, devices or the timeout do not fit, or the two overlap,
+                or the comm is closed; nothing was sent.
+            RuntimeError: a rank did not arrive in time.
         """
         check_tensors("all_to_all", self._where, out=out, inp=inp)
         numel = inp.numel() if slices is None else sum(slices.received)
@@ -368,8 +371,8 @@ class Comm(ABC):
         """Return when every rank has called it.
 
         Raises:
-            ValueError: the timeout does not fit; nothing was sent.
-            RuntimeError: a rank did not arrive in time, or the comm is closed.
+            ValueError: the timeout does not fit, or the comm is closed; nothing was sent.
+            RuntimeError: a rank did not arrive in time.
 
         **Collective**: all ranks.
         """
@@ -379,8 +382,8 @@ class Comm(ABC):
         """Return every rank's picklable ``obj``, in rank order. For small control data.
 
         Raises:
-            ValueError: the timeout does not fit; nothing was sent.
-            RuntimeError: a rank did not arrive in time, or the comm is closed.
+            ValueError: the timeout does not fit, or the comm is closed; nothing was sent.
+            RuntimeError: a rank did not arrive in time.
             Exception: what pickling ``obj`` raises; nothing was sent.
 
         **Collective**: all ranks; objects may differ in kind and size.
@@ -391,7 +394,8 @@ class Comm(ABC):
         """Return the comm of the ranks that passed the same ``color``, in the same order.
 
         Raises:
-            RuntimeError: a rank did not arrive in time, or the comm is closed.
+            ValueError: the comm is closed.
+            RuntimeError: a rank did not arrive in time.
 
         **Collective**: all ranks of this comm, whatever their color.
         """
@@ -496,7 +500,7 @@ class Comm(ABC):
 
     def _check_open(self, op: str) -> None:
         if self.closed:
-            raise RuntimeError(f"{op}: this comm is closed {self._where}; make a new one")
+            raise ValueError(f"{op}: this comm is closed {self._where}; make a new one")
 
     def _check(
         self,
