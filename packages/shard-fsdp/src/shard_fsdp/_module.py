@@ -361,11 +361,10 @@ def _run(
     run = ForwardRun(module._shard_unit, module)
     try:
         args, kwargs = run.enter(args, kwargs)
-        output = function(*args, **kwargs)
+        return run.leave(function(*args, **kwargs))
     except BaseException as error:
         run.fail(error)
         raise
-    return run.leave(output)
 
 
 def _units_of(modules: Sequence[Any]) -> list[Unit]:

@@ -42,6 +42,8 @@ class Schedule:
         accumulates: the backward that runs accumulates gradients of some parameters.
         path: of the outermost forward that runs, or ran last.
         pauses: counts ends of outermost forwards and of backwards; between them shards may change.
+        is_in_step: no collective raised in the outermost forward that runs, so other ranks may be
+            in the same one.
         is_last_backward: False leaves the last reduction in flight, for another backward.
         strays: tensors with a graph that the forwards that run now put elsewhere than into their
             outputs.
@@ -52,6 +54,7 @@ class Schedule:
 
     def __init__(self) -> None:
         self.units: list[Unit] = []
+        self.is_in_step = True
         self.is_last_backward = True
         self.max_flying = 1
         self.forward_depth = self.backward_depth = 1
@@ -120,6 +123,7 @@ class Schedule:
         if in_backward():
             return
         if self._depth == 1:
+            self.is_in_step = True
             self.recover()
             for each in self.units:
                 each.backward.begin_step()
@@ -154,17 +158,19 @@ class Schedule:
         would find out that they ran different units.
 
         Args:
-            failed: it raised.
+            failed: it raised. Other ranks may go on, so this one does what they did the last time.
 
         Raises:
             RuntimeError: the ranks ran different units without gradients; on all of them.
 
         **Collective**: all ranks where they read each other's shards, and without gradients where
-        it gathered something; else local.
+        it gathered something; else local. Where a collective raised it is local.
         """
         self._depth -= 1
         if self._depth or in_backward():
             return
+        if failed and self.is_in_step:
+            self._go_on()
         self.pauses += 1
         self.strays.clear()
         for unit in (*self._ahead, *(u for u in self._entered if u.to_run)):
@@ -172,8 +178,33 @@ class Schedule:
         self._ahead.clear()
         if not torch.is_grad_enabled() and self.root.settings.reshard_after_forward is None:
             self.root.reshard()
-        if not failed:
-            self._meet([] if torch.is_grad_enabled() else self._check_trails())
+        if not self.is_in_step:  # all that raised begin the next forward alike
+            for unit in self.units:
+                unit.reshard()
+            return
+        self._meet([] if torch.is_grad_enabled() else self._check_trails())
+
+    def _go_on(self) -> None:
+        """Gather and free what the last forward did behind the place where this one raised.
+
+        Where all ranks raised they do it for nothing. A forward of other units than the last one,
+        and the first of all, say nothing about what other ranks do.
+
+        **Collective**: all ranks.
+        """
+        at = len(self._entered)
+        following = self._expected[at:] if self._expected[:at] == self._entered else []
+        for unit in following:
+            self._entered.append(unit)
+            self._ahead.discard(unit)
+            if unit.comm.size == 1 and unit.config.replicas is None:
+                continue
+            unit.unshard()
+            self.prefetch_forward(unit)
+            unit.to_run.update(() if unit.to_run else unit.modules)
+            unit.to_run.pop()
+            if not unit.to_run:
+                unit.end_forward()
 
     def _drop_stale(self) -> None:
         """Reshard what was kept gathered since an earlier step and has changed on some rank.

@@ -271,8 +271,15 @@ class Unit:
 
         **Collective**: all ranks.
         """
-        for unit in self.together():
-            unit._expose(for_backward)
+        begun: list[Unit] = []
+        try:
+            for unit in self.together():
+                begun.append(unit)
+                unit._expose(for_backward)
+        except BaseException:
+            for unit in begun:
+                unit._hide()
+            raise
 
     def hide(self) -> None:
         """Undo one ``expose``: the last one lets the modules see sharded parameters. Local."""
