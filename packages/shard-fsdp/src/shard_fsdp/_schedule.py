@@ -216,7 +216,7 @@ class Schedule:
             unit.settle()
         for config, units in _by_ranks(kept):
             stale = agree_on_any(
-                [unit.is_stale for unit in units],
+                [unit.may_be_stale for unit in units],
                 config.comm,
                 config.replicas,
                 name="the start of a forward",

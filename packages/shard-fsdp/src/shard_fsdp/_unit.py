@@ -201,6 +201,11 @@ class Unit:
         """Whether a shard changed since it was gathered, as far as this rank knows."""
         return any(group.is_stale for group in self.groups)
 
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a shard changed since it was gathered, or may have changed unseen."""
+        return any(group.may_be_stale for group in self.groups)
+
     def settle(self) -> None:
         """Take in parameters that were assigned, cast or moved from outside. Local."""
         for group in self.groups:
