@@ -58,7 +58,8 @@ def _compare(comm: Comm, change: str, *, bfloat16: bool, accumulates: bool) -> N
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bfloat16 else None, reduce_dtype=torch.float32
     )
-    plain, model = _Decoder(change), _Decoder(change)
+    plain = _Decoder(change)
+    model: Any = _Decoder(change)
     fully_shard(model, mesh=comm, policy=by_class(DecoderBlock), mp_policy=policy)
     times = 2 if accumulates else 1
     for step in range(times):
