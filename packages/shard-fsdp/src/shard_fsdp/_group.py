@@ -235,6 +235,15 @@ class ParamGroup:
             if len({(p.dtype, p.device) for p in pieces}) == 1:  # else more is still to come
                 self._relink(pieces)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the modules have the sharded parameters, and none that somebody assigned."""
+        return all(
+            module._parameters.get(attribute) is sharded
+            for slots, sharded in zip(self._slots, self.sharded_params, strict=True)
+            for module, attribute in slots
+        )
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def _take_over(self, index: int) -> None:

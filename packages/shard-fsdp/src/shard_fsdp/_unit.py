@@ -298,10 +298,11 @@ class Unit:
     def _expose(self, for_backward: bool) -> None:
         self._users += 1
         with torch._C._DisableFuncTorch():  # a transform around would wrap what is gathered
-            self.unshard(for_backward=for_backward)
+            has_settled = self.unshard(for_backward=for_backward)
             self.wait_for_unshard()
         if not self.is_exposed:
-            if self.is_stale:
+            has_settled = has_settled or all(group.is_settled for group in self.groups)
+            if self.is_stale or not has_settled:
                 raise RuntimeError(
                     f"{self.name}: its group of parameters changed after it was gathered (rank "
                     f"{self.comm.rank} of {self.comm.size}); call reshard() before changing them"
