@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
+from shard_comm import Comm
 from shard_fsdp._agree import (
     Arrivals,
     Trail,
@@ -225,27 +226,27 @@ class Schedule:
                 if drop:
                     unit.reshard()
 
-    def _meet(self, met: Sequence[UnitConfig]) -> None:
+    def _meet(self, met: Sequence[Comm]) -> None:
         """Wait for the ranks that read this one's shards, which may be written afterwards.
 
         Args:
-            met: of units whose ranks have just waited for each other.
+            met: comms whose ranks have just waited for each other.
 
         **Collective**: all ranks where they read each other's shards, else local.
         """
-        exposed = [u for u in self.units if any(group.exposes_shard for group in u.groups)]
-        for config, _ in _by_ranks(exposed):
-            if not any(config.comm is other.comm for other in met):
-                config.comm.barrier()
+        groups = (group for unit in self.units for group in unit.groups)
+        for comm in dict.fromkeys(group.comm for group in groups if group.exposes_shard):
+            if comm not in met:
+                comm.barrier()
 
-    def _check_trails(self) -> list[UnitConfig]:
-        """Raise where ranks ran different units; return the configurations that were asked."""
+    def _check_trails(self) -> list[Comm]:
+        """Raise where ranks ran different units; return the comms whose ranks were asked."""
         asked = []
         for config, units in _by_ranks(self.units):
             trail = self.trail_of(units[0])
             if trail.count > trail.begun_at:  # what is full already may run on one rank alone
                 check_trail(trail, config.comm, config.replicas)
-                asked.append(config)
+                asked.append(config.comm)
         return asked
 
     def trail_of(self, unit: Unit) -> Trail:
@@ -338,7 +339,7 @@ class Schedule:
                 complaints.append(verdict.complaint)
         if self.is_last_backward:
             self._land()
-        self._meet([config for config, _ in syncing])
+        self._meet([config.comm for config, _ in syncing])
         self._end_step()
         if complaints:
             raise RuntimeError("; ".join(complaints))
