@@ -99,6 +99,36 @@ def test_a_rank_that_raises_alone_stays_in_step_over_processes() -> None:
     run_ranks(_one_alone_over_gloo, 2)
 
 
+class _Encoder(_Outer):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.raise_at("end")
+        return x * self.weight
+
+
+def _by_another_method(comm: Comm) -> None:
+    """What the last forward gathered says nothing about a method that gathers less."""
+    model: Any = _Encoder()
+    for child in (model.first, model.second, model.third):
+        fully_shard(child, mesh=comm)
+    fully_shard(model, mesh=comm)
+    shard_fsdp.register_fsdp_forward_method(model, "encode")
+    model.encode(torch.ones(1)).sum().backward()
+    model(torch.ones(1)).sum().backward()
+    model.place = "end" if comm.rank == 0 else ""
+    if comm.rank == 0:
+        with pytest.raises(KeyError, match="end"):
+            model.encode(torch.ones(1))
+    else:
+        assert model.encode(torch.ones(1)).item() == 4
+    model.place = ""
+    assert model(torch.ones(1)).item() == 16
+
+
+def test_each_method_is_an_order_of_its_own(shares_memory: bool) -> None:
+    run_threads(_by_another_method, 2, shares_memory=shares_memory, timeout_s=20)
+
+
 def _interrupted(comm: Comm) -> None:
     """Whoever interrupts does not wait for others; all of them did, so all begin alike."""
     model = _sharded(comm, True)

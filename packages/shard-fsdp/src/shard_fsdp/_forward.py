@@ -26,6 +26,7 @@ class ForwardRun:
     Args:
         unit: the unit.
         module: which of its modules runs.
+        method: which of the module's methods.
     """
 
     @staticmethod
@@ -33,9 +34,10 @@ class ForwardRun:
         """Whether a forward has to be surrounded at all: not inside of one where all is free."""
         return not (unit.is_exposed and unit.schedule.is_free)
 
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
+    def __init__(self, unit: Unit, module: nn.Module, method: str) -> None:
         self._unit = unit
         self._module = module
+        self._method = method
         self._call: Call | None = None
         self._inputs: list[Node] = []
         self._containers: list[Any] = []  # arguments that the forward may put tensors into
@@ -54,7 +56,7 @@ class ForwardRun:
         unit = self._unit
         self._is_entered = True
         try:
-            unit.schedule.enter_forward(unit)
+            unit.schedule.enter_forward(unit, self._method)
             unit.expose()
             unit.active += 1
             self._is_open = True
@@ -153,7 +155,7 @@ class ForwardRun:
         if not unit.to_run:
             unit.end_forward()
         self._is_entered = False
-        unit.schedule.leave_forward(failed=failed)
+        unit.schedule.leave_forward(unit, self._method, failed=failed)
 
     def _close(self) -> str | None:
         unit = self._unit

@@ -238,9 +238,10 @@ class ParamGroup:
     @property
     def is_settled(self) -> bool:
         """Whether the modules have the sharded parameters, and none that somebody assigned."""
+        params: Sequence[nn.Parameter] = cast("list[nn.Parameter]", self.sharded_params)
         return all(
-            module._parameters.get(attribute) is sharded
-            for slots, sharded in zip(self._slots, self.sharded_params, strict=True)
+            module._parameters.get(attribute) is param
+            for slots, param in zip(self._slots, params, strict=True)
             for module, attribute in slots
         )
 

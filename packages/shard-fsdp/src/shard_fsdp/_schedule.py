@@ -66,7 +66,8 @@ class Schedule:
         self.pauses = 0
         self._depth = 0
         self._entered: list[Unit] = []  # in this forward, as they began
-        self._expected: list[Unit] = []  # in the last one
+        self._expected: list[Unit] = []  # in the last one of its kind that ended well
+        self._orders: dict[tuple[Unit, str], list[Unit]] = {}  # of each kind
         self._followed: list[Path] = []  # by the backward that runs
         self._ahead: set[Unit] = set()  # gathered before their forward
         self._ending: weakref.ref[_EndOfBackward] | None = None
@@ -115,8 +116,12 @@ class Schedule:
 
     # --- forward ---
 
-    def enter_forward(self, unit: Unit) -> None:
+    def enter_forward(self, unit: Unit, method: str) -> None:
         """Note that a unit's forward begins; the outermost one starts a new order.
+
+        Args:
+            unit: the unit.
+            method: which of its module's methods runs.
 
         **Collective**: local, except after a backward that an exception cut short.
         """
@@ -133,7 +138,7 @@ class Schedule:
                 trail.begun_at = trail.count
             self.is_free = all(each.is_free for each in self.units)
             self.path = Path()
-            self._expected, self._entered = self._entered, []
+            self._expected, self._entered = self._orders.get((unit, method), []), []
         self._entered.append(unit)
         self._ahead.discard(unit)
 
@@ -151,7 +156,7 @@ class Schedule:
             if each.unshard():
                 self._ahead.add(each)
 
-    def leave_forward(self, *, failed: bool = False) -> None:
+    def leave_forward(self, unit: Unit, method: str, *, failed: bool) -> None:
         """Note that a unit's forward ended.
 
         When the outermost one ends, all that was left gathered for modules that never ran is
@@ -159,6 +164,8 @@ class Schedule:
         would find out that they ran different units.
 
         Args:
+            unit: the unit.
+            method: which of its module's methods ran.
             failed: it raised. Other ranks may go on, so this one does what they did the last time.
 
         Raises:
@@ -170,26 +177,28 @@ class Schedule:
         self._depth -= 1
         if self._depth or in_backward():
             return
-        if failed and self.is_in_step:
+        if not failed:
+            self._orders[unit, method] = self._entered
+        elif self.is_in_step:
             self._go_on()
         self.pauses += 1
         self.strays.clear()
-        for unit in (*self._ahead, *(u for u in self._entered if u.to_run)):
-            unit.end_forward()
+        for each in (*self._ahead, *(u for u in self._entered if u.to_run)):
+            each.end_forward()
         self._ahead.clear()
         if not torch.is_grad_enabled() and self.root.settings.reshard_after_forward is None:
             self.root.reshard()
         if not self.is_in_step:  # all that raised begin the next forward alike
-            for unit in self.units:
-                unit.reshard()
+            for each in self.units:
+                each.reshard()
             return
         self._meet([] if torch.is_grad_enabled() else self._check_trails())
 
     def _go_on(self) -> None:
-        """Gather and free what the last forward did behind the place where this one raised.
+        """Gather and free what the last such forward did behind the place where this one raised.
 
         Where all ranks raised they do it for nothing. A forward of other units than the last one,
-        and the first of all, say nothing about what other ranks do.
+        and the first of its kind, say nothing about what other ranks do.
 
         **Collective**: all ranks.
         """
