@@ -119,10 +119,10 @@ class ForwardRun:
         **Collective**: as ``leave``, for ranks may be there, unless a collective raised.
         """
         unit = self._unit
-        _note_dtypes(unit, error)
         if not isinstance(error, Exception):  # nobody who interrupts wants to wait
             unit.schedule.is_in_step = False
         if self._is_open:
+            _note_dtypes(unit, error)
             self._close()
         if self._is_entered:
             try:
