@@ -145,6 +145,45 @@ def _interrupted(comm: Comm) -> None:
     assert model(torch.ones(1)).item() == 16
 
 
+class _StopError(BaseException):
+    pass
+
+
+class _Stopping(_Outer):
+    """Catches what no forward should raise, and goes on without that layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(x)
+        except _StopError:
+            out: torch.Tensor = self.third(x) * self.weight
+            return out
+
+
+def _caught_inside(comm: Comm) -> None:
+    model: Any = _Stopping()
+    for child in (model.first, model.second, model.third):
+        fully_shard(child, mesh=comm)
+    fully_shard(model, mesh=comm)
+
+    def stop(*_: object) -> None:
+        raise _StopError
+
+    model(torch.ones(1)).sum().backward()
+    hook = model.second.register_forward_pre_hook(stop)
+    out = model(torch.ones(1))
+    assert out.item() == 4
+    assert model._shard_unit.is_full  # as after any forward
+    hook.remove()
+    model.zero_grad()
+    out.sum().backward()
+    assert model.third.weight.grad.full_tensor().item() == 2
+
+
+def test_what_is_caught_inside_a_forward_is_none_of_ours(shares_memory: bool) -> None:
+    run_threads(_caught_inside, 2, shares_memory=shares_memory, timeout_s=20)
+
+
 def test_an_interrupt_gathers_no_more() -> None:
     run_threads(_interrupted, 2, timeout_s=20)
 

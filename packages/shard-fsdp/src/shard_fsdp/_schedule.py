@@ -43,8 +43,8 @@ class Schedule:
         accumulates: the backward that runs accumulates gradients of some parameters.
         path: of the outermost forward that runs, or ran last.
         pauses: counts ends of outermost forwards and of backwards; between them shards may change.
-        is_in_step: no collective raised in the outermost forward that runs, so other ranks may be
-            in the same one.
+        is_in_step: no collective raised in the outermost forward that runs, and nobody interrupted
+            it, so other ranks may be in the same one.
         is_last_backward: False leaves the last reduction in flight, for another backward.
         strays: tensors with a graph that the forwards that run now put elsewhere than into their
             outputs.
@@ -188,7 +188,7 @@ class Schedule:
         self._ahead.clear()
         if not torch.is_grad_enabled() and self.root.settings.reshard_after_forward is None:
             self.root.reshard()
-        if not self.is_in_step:  # all that raised begin the next forward alike
+        if failed and not self.is_in_step:  # all that raised begin the next forward alike
             for each in self.units:
                 each.reshard()
             return
