@@ -116,8 +116,50 @@ def _used_outside(comm: Comm) -> None:
     assert torch.equal(model.scores(hidden), want)
 
 
+class _Generator(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        yield functional.linear(x, self.weight)
+
+
+def _read_after_the_forward(comm: Comm) -> None:
+    """The body of a generator runs when it is iterated, and that is outside."""
+    model = fully_shard(_Generator(4, 4), mesh=comm)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^weight: .* in a forward of the module"):
+            next(model(torch.ones(1, 4)))
+
+
+def _assigned_while_gathered(comm: Comm) -> None:
+    """Too late for the gather that was made: an error, and the next one takes it."""
+    model = fully_shard(nn.Linear(1, 4, bias=False), mesh=comm)
+    match = "^weight: its group of parameters changed after it was gathered"
+
+    model.unshard()
+    model.weight = nn.Parameter(torch.full((4, 1), 7.0))
+    with pytest.raises(RuntimeError, match=match):
+        model(torch.ones(1))
+    assert model(torch.ones(1)).tolist() == [7.0] * 4
+
+    loss = model(torch.ones(1)).sum()
+    model.weight = nn.Parameter(torch.full((4, 1), 8.0))
+    with pytest.raises(RuntimeError, match=match):
+        loss.backward()
+    assert model(torch.ones(1)).tolist() == [8.0] * 4
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("check", [_deleted, _tied_late, _untied_late, _own_pieces, _used_outside])
+@pytest.mark.parametrize(
+    "check",
+    [
+        _deleted,
+        _tied_late,
+        _untied_late,
+        _own_pieces,
+        _used_outside,
+        _read_after_the_forward,
+        _assigned_while_gathered,
+    ],
+)
 def test_changes_after_sharding_are_named(check: Any, world_size: int, shares_memory: bool) -> None:
     run_threads(check, world_size, shares_memory=shares_memory)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shard_comm import Comm
+from shard_comm import Comm, Recorded
 from shard_fsdp import MixedPrecisionPolicy, fully_shard
 from shard_testing import run_threads
 
@@ -72,6 +73,61 @@ def test_reshard_takes_in_what_was_written_unseen(
     world_size: int, dtype: torch.dtype | None, shares_memory: bool
 ) -> None:
     run_threads(_written_unseen, world_size, dtype, shares_memory=shares_memory)
+
+
+# What torch does not count, through a piece that was taken for it.
+UNCOUNTED: dict[str, Callable[[Any, float], object]] = {
+    "numpy": lambda p, value: p.detach().to_local().numpy().fill(value),
+    "data of a piece": lambda p, value: p.to_local().data.fill_(value),
+    "local of data": lambda p, value: p.data.local.data.fill_(value),
+}
+
+
+def _written_while_gathered(comm: Comm, dtype: torch.dtype | None, how: str) -> None:
+    """A forward without a backward leaves it gathered; only the last rank writes."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    recorded = Recorded(comm)
+    model: Any = nn.Linear(1, 8, bias=False)
+    fully_shard(model, mesh=recorded, mp_policy=policy, reshard_after_forward=False)
+    shard = 8 // comm.size
+    with torch.no_grad():
+        model.weight.fill_(1)
+    for value in (2.0, 3.0):
+        model(torch.ones(1))
+        if comm.rank == comm.size - 1:
+            UNCOUNTED[how](model.weight, value)
+        found = model(torch.ones(1)).tolist()
+        assert found == [1.0] * (8 - shard) + [value] * shard
+    recorded.records.clear()
+    model(torch.ones(1))
+    assert "all_gather" not in recorded.records  # nobody took a piece since
+
+
+@pytest.mark.parametrize("how", UNCOUNTED)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_written_through_a_new_piece_is_seen(
+    world_size: int, dtype: torch.dtype | None, how: str, shares_memory: bool
+) -> None:
+    run_threads(_written_while_gathered, world_size, dtype, how, shares_memory=shares_memory)
+
+
+def _read_between(comm: Comm, dtype: torch.dtype | None) -> None:
+    """Who took a piece to read it is not told that parameters changed."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model: Any = nn.Linear(1, 8, bias=False)
+    fully_shard(model, mesh=comm, mp_policy=policy)
+    model.unshard()
+    assert model.weight.to_local().numel() == 8 // comm.size
+    out = model(torch.ones(1))
+    assert model.weight.local.numel() == 8 // comm.size
+    out.sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[1.0]] * 8
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_piece_may_be_read_at_any_time(dtype: torch.dtype | None, shares_memory: bool) -> None:
+    run_threads(_read_between, 2, dtype, shares_memory=shares_memory)
 
 
 class _Hiding(nn.Module):

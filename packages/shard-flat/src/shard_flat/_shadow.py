@@ -22,15 +22,16 @@ class Shadow:
         ...  # change pieces of the shard, each time with what lies at the same place of the copy
         shadow.settle()
 
-    Where both are in one dtype there is nothing to copy, and no shadow. Changes are told by the
-    shard's version. Whoever was given a piece by ``ShardTensor.local`` or ``to_local()`` may write
-    to it without torch's counting, say through numpy; from then on nothing is lent.
+    Changes are told by the shard's version. Whoever was given a piece by ``ShardTensor.local`` or
+    ``to_local()`` may write to it without torch's counting, say through numpy; from then on nothing
+    is lent. A shadow without a copy, where both are in one dtype, tells the runtime of that alone.
 
     Args:
         flat: the shard ``[n]``, with a storage of its own.
 
     Attributes:
         copy: ``[n]`` in another dtype, None until ``attach``.
+        hand_outs: how often somebody was given a piece.
 
     **Collective**: all of it is local.
     """
@@ -41,7 +42,7 @@ class Shadow:
         self._is_free: Callable[[], bool] | None = None
         self._version: int | None = None  # of the shard that the copy has
         known = shadow_of(flat)
-        self._is_handed_out: bool = known is not None and known._is_handed_out
+        self.hand_outs: int = 0 if known is None else known.hand_outs
         _shadows[_key(flat)] = self
 
     def attach(self, copy: torch.Tensor, is_free: Callable[[], bool]) -> None:
@@ -76,7 +77,7 @@ class Shadow:
 
     def lend(self) -> torch.Tensor | None:
         """Return the copy if it is current and nobody reads it; it is not current until settled."""
-        if self._is_free is None or self._is_handed_out:
+        if self._is_free is None or self.hand_outs:
             return None
         if not (self.is_current and self._is_free()):
             return None
@@ -85,7 +86,7 @@ class Shadow:
 
     def hand_out(self) -> None:
         """Say that pieces of the shard are where they may be written without a trace."""
-        self._is_handed_out = True
+        self.hand_outs += 1
         self._version = None
 
 

@@ -63,10 +63,10 @@ class UnitBackward:
         if not unit.settings.unshard_in_backward or call.begun:
             return
         self._check_unchanged(call)
+        unit.expose(for_backward=True)  # a checkpoint inside may run parts of the forward again
         call.rewind()
         call.begun = True
         self._begun.append(call)
-        unit.expose(for_backward=True)  # a checkpoint inside may run parts of the forward again
         if in_time:  # else the order has gone on, to where other ranks may not be
             unit.schedule.prefetch_backward(unit, call.path, call.left_at)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -11,19 +12,21 @@ from torch._compile import _disable_dynamo  # torch._dynamo.disable without impo
 from torch.autograd.graph import Node
 
 from shard_fsdp._boundary import Call, is_made_since, watch_inputs, watch_outputs
-from shard_fsdp._schedule import in_backward
 from shard_fsdp._unit import Unit
 from shard_fsdp._walk import find_attributes, find_tensors, map_tensors
+
+logger = logging.getLogger("shard_fsdp")
 
 
 class ForwardRun:
     """One forward, from gathered parameters to resharded ones.
 
-    Call ``enter``, then the forward, then ``leave`` or, after an exception, ``fail``.
+    Call ``enter``, then the forward, then ``leave``; ``fail`` after an exception in any of them.
 
     Args:
         unit: the unit.
         module: which of its modules runs.
+        method: which of the module's methods.
     """
 
     @staticmethod
@@ -31,13 +34,15 @@ class ForwardRun:
         """Whether a forward has to be surrounded at all: not inside of one where all is free."""
         return not (unit.is_exposed and unit.schedule.is_free)
 
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
+    def __init__(self, unit: Unit, module: nn.Module, method: str) -> None:
         self._unit = unit
         self._module = module
+        self._method = method
         self._call: Call | None = None
         self._inputs: list[Node] = []
         self._containers: list[Any] = []  # arguments that the forward may put tensors into
         self._first_stray = len(unit.schedule.strays)
+        self._is_entered = self._is_open = False  # in the schedule, in the unit
 
     @_disable_dynamo
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -49,10 +54,16 @@ class ForwardRun:
         **Collective**: all ranks of the unit's comm.
         """
         unit = self._unit
-        unit.schedule.enter_forward(unit)
-        unit.active += 1
-        unit.expose()
-        unit.schedule.prefetch_forward(unit)
+        self._is_entered = True
+        try:
+            unit.schedule.enter_forward(unit, self._method)
+            unit.expose()
+            unit.active += 1
+            self._is_open = True
+            unit.schedule.prefetch_forward(unit)
+        except BaseException:
+            unit.schedule.is_in_step = False
+            raise
         if not unit.to_run:
             unit.to_run.update(unit.modules)
         dtype = unit.config.mp_policy.param_dtype
@@ -83,9 +94,7 @@ class ForwardRun:
         complaint = self._close()
         if complaint is not None:
             unit.reshard()
-            unit.schedule.leave_forward(failed=True)
             raise RuntimeError(complaint)
-        unit.to_run.discard(self._module)
         if unit.config.mp_policy.output_dtype is not None:
             output = map_tensors(_caster(unit.config.mp_policy.output_dtype), output)
         if unit.has_buffers:
@@ -97,21 +106,29 @@ class ForwardRun:
             unit.keeps_full = unit.keeps_full or not all_seen
             if watch_outputs(self._call, tensors + self._find_strays(self._call)):
                 unit.backward.add_call(self._call)
-        if not unit.to_run:
-            unit.end_forward()
-        unit.schedule.leave_forward()
+        self._end()
         return output
 
     @_disable_dynamo
     def fail(self, error: BaseException) -> None:
-        """Undo ``enter`` after an exception; the module stays usable. Local."""
+        """Undo ``enter`` after an exception; the module stays usable.
+
+        What stays gathered is what stays so after a forward that ends well, as it may have on
+        other ranks.
+
+        **Collective**: as ``leave``, for ranks may be there, unless a collective raised.
+        """
         unit = self._unit
-        _note_dtypes(unit, error)
-        self._close()
-        unit.to_run.clear()
-        if unit.active == 0 and not in_backward():
-            unit.reshard()
-        unit.schedule.leave_forward(failed=True)
+        if not isinstance(error, Exception):  # nobody who interrupts wants to wait
+            unit.schedule.is_in_step = False
+        if self._is_open:
+            _note_dtypes(unit, error)
+            self._close()
+        if self._is_entered:
+            try:
+                self._end(failed=True)
+            except Exception:
+                logger.exception("ranks parted after a forward raised %r", error)
 
     def _find_strays(self, call: Call) -> list[torch.Tensor]:
         """Tensors that this forward made and put elsewhere than into its output.
@@ -132,8 +149,17 @@ class ForwardRun:
         """An output that is a parameter, or a view of one, must outlive the full buffer."""
         return tensor.clone() if self._unit.lends(tensor) else tensor
 
+    def _end(self, *, failed: bool = False) -> None:
+        unit = self._unit
+        unit.to_run.discard(self._module)
+        if not unit.to_run:
+            unit.end_forward()
+        self._is_entered = False
+        unit.schedule.leave_forward(unit, self._method, failed=failed)
+
     def _close(self) -> str | None:
         unit = self._unit
+        self._is_open = False
         unit.active -= 1
         self._inputs = []
         complaint = unit.lost_change()

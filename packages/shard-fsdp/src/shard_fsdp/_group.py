@@ -101,7 +101,7 @@ class ParamGroup:
         """Make what follows from the shard's dtype and device: full buffer and reducer."""
         self._builds += 1
         note_owner(self, self.sharded_params)
-        self._version = -1
+        self._version = self._hand_outs = -1  # of the shard that was gathered
         self._pieces = [p.piece for p in self.sharded_params]
         self._part: tuple[Comm, torch.Tensor] | None = None
         # Of full parameters that have been trained, and so have a hook; None for the others.
@@ -114,8 +114,9 @@ class ParamGroup:
         context = self.context
         compute = context.mp_policy.compute_dtype(self.layout.dtype)
         fits = compute == self.layout.dtype and self.shard.device == self.comm.device
-        self._shadow = None if fits else Shadow(self.shard)
         self.aliased = fits and self.comm.size == 1
+        self._shadow = None if self.aliased else Shadow(self.shard)
+        self._needs_cast = not fits
         self.reducer: GradReducer | SoloGrads
         dtype = context.mp_policy.reduction_dtype(self.layout.dtype)
         if self.comm.size == 1 and context.replicas is None:
@@ -142,6 +143,8 @@ class ParamGroup:
         if self.aliased:
             full = OwnShard(self.shard)
         elif (array := self._shared_array(compute)) is not None:
+            if not self._needs_cast:
+                self._shadow = None  # what is written to the shard is there
             full = MappedFull(array, self._shadow)
             if self._shadow is None:
                 self._move_shard(full.own)
@@ -232,6 +235,16 @@ class ParamGroup:
             if len({(p.dtype, p.device) for p in pieces}) == 1:  # else more is still to come
                 self._relink(pieces)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the modules have the sharded parameters, and none that somebody assigned."""
+        params: Sequence[nn.Parameter] = cast("list[nn.Parameter]", self.sharded_params)
+        return all(
+            module._parameters.get(attribute) is param
+            for slots, param in zip(self._slots, params, strict=True)
+            for module, attribute in slots
+        )
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def _take_over(self, index: int) -> None:
@@ -282,6 +295,17 @@ class ParamGroup:
         """Whether the shard changed since it was gathered, or is another one."""
         return self.full is None or (not self.aliased and self._version != self.shard._version)
 
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether the shard changed since it was gathered, or somebody took a piece of it since.
+
+        Who has a piece may write to it without torch's counting, so this is asked before a forward,
+        and ``is_stale`` where it is too late to gather again.
+        """
+        return self.is_stale or (
+            self._shadow is not None and self._hand_outs != self._shadow.hand_outs
+        )
+
     def unshard(self, *, use_part: bool = False) -> Work:
         """Start filling the full buffer from all ranks' shards. Collective.
 
@@ -297,6 +321,8 @@ class ParamGroup:
         part, self._part = self._part, None
         full = self.full if self.full is not None else self._make_full()
         self._version = self.shard._version
+        if self._shadow is not None:
+            self._hand_outs = self._shadow.hand_outs
         self._guard.open()
         return full.fill(self.shard, part if use_part else None, name=self.name)
 

@@ -40,7 +40,7 @@ class FSDPModule(CommMethods, nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward on gathered parameters. Collective."""
-        return _run(self, super().__call__, args, kwargs)
+        return _run(self, "forward", super().__call__, args, kwargs)
 
     # --- gathering ---
 
@@ -310,7 +310,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     function = getattr(type(module), method_name)
 
     def gathered(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, functools.partial(function, self), args, kwargs)
+        return _run(self, method_name, functools.partial(function, self), args, kwargs)
 
     functools.update_wrapper(gathered, function)
     object.__setattr__(module, method_name, types.MethodType(gathered, module))
@@ -354,18 +354,21 @@ def _getitem(self: Any, index: Any) -> Any:
 
 
 def _run(
-    module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: FSDPModule,
+    method: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     if not ForwardRun.is_needed(module._shard_unit):
         return function(*args, **kwargs)
-    run = ForwardRun(module._shard_unit, module)
+    run = ForwardRun(module._shard_unit, module, method)
     try:
         args, kwargs = run.enter(args, kwargs)
-        output = function(*args, **kwargs)
+        return run.leave(function(*args, **kwargs))
     except BaseException as error:
         run.fail(error)
         raise
-    return run.leave(output)
 
 
 def _units_of(modules: Sequence[Any]) -> list[Unit]:

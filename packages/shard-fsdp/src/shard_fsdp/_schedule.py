@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
+from shard_comm import Comm
 from shard_fsdp._agree import (
     Arrivals,
     Trail,
@@ -42,6 +43,8 @@ class Schedule:
         accumulates: the backward that runs accumulates gradients of some parameters.
         path: of the outermost forward that runs, or ran last.
         pauses: counts ends of outermost forwards and of backwards; between them shards may change.
+        is_in_step: no collective raised in the outermost forward that runs, and nobody interrupted
+            it, so other ranks may be in the same one.
         is_last_backward: False leaves the last reduction in flight, for another backward.
         strays: tensors with a graph that the forwards that run now put elsewhere than into their
             outputs.
@@ -52,6 +55,7 @@ class Schedule:
 
     def __init__(self) -> None:
         self.units: list[Unit] = []
+        self.is_in_step = True
         self.is_last_backward = True
         self.max_flying = 1
         self.forward_depth = self.backward_depth = 1
@@ -62,7 +66,8 @@ class Schedule:
         self.pauses = 0
         self._depth = 0
         self._entered: list[Unit] = []  # in this forward, as they began
-        self._expected: list[Unit] = []  # in the last one
+        self._expected: list[Unit] = []  # in the last one of its kind that ended well
+        self._orders: dict[tuple[Unit, str], list[Unit]] = {}  # of each kind
         self._followed: list[Path] = []  # by the backward that runs
         self._ahead: set[Unit] = set()  # gathered before their forward
         self._ending: weakref.ref[_EndOfBackward] | None = None
@@ -111,8 +116,12 @@ class Schedule:
 
     # --- forward ---
 
-    def enter_forward(self, unit: Unit) -> None:
+    def enter_forward(self, unit: Unit, method: str) -> None:
         """Note that a unit's forward begins; the outermost one starts a new order.
+
+        Args:
+            unit: the unit.
+            method: which of its module's methods runs.
 
         **Collective**: local, except after a backward that an exception cut short.
         """
@@ -120,6 +129,7 @@ class Schedule:
         if in_backward():
             return
         if self._depth == 1:
+            self.is_in_step = True
             self.recover()
             for each in self.units:
                 each.backward.begin_step()
@@ -128,7 +138,7 @@ class Schedule:
                 trail.begun_at = trail.count
             self.is_free = all(each.is_free for each in self.units)
             self.path = Path()
-            self._expected, self._entered = self._entered, []
+            self._expected, self._entered = self._orders.get((unit, method), []), []
         self._entered.append(unit)
         self._ahead.discard(unit)
 
@@ -146,7 +156,7 @@ class Schedule:
             if each.unshard():
                 self._ahead.add(each)
 
-    def leave_forward(self, *, failed: bool = False) -> None:
+    def leave_forward(self, unit: Unit, method: str, *, failed: bool) -> None:
         """Note that a unit's forward ended.
 
         When the outermost one ends, all that was left gathered for modules that never ran is
@@ -154,26 +164,57 @@ class Schedule:
         would find out that they ran different units.
 
         Args:
-            failed: it raised.
+            unit: the unit.
+            method: which of its module's methods ran.
+            failed: it raised. Other ranks may go on, so this one does what they did the last time.
 
         Raises:
             RuntimeError: the ranks ran different units without gradients; on all of them.
 
         **Collective**: all ranks where they read each other's shards, and without gradients where
-        it gathered something; else local.
+        it gathered something; else local. Where a collective raised it is local.
         """
         self._depth -= 1
         if self._depth or in_backward():
             return
+        if not failed:
+            self._orders[unit, method] = self._entered
+        elif self.is_in_step:
+            self._go_on()
         self.pauses += 1
         self.strays.clear()
-        for unit in (*self._ahead, *(u for u in self._entered if u.to_run)):
-            unit.end_forward()
+        for each in (*self._ahead, *(u for u in self._entered if u.to_run)):
+            each.end_forward()
         self._ahead.clear()
         if not torch.is_grad_enabled() and self.root.settings.reshard_after_forward is None:
             self.root.reshard()
-        if not failed:
-            self._meet([] if torch.is_grad_enabled() else self._check_trails())
+        if failed and not self.is_in_step:  # all that raised begin the next forward alike
+            for each in self.units:
+                each.reshard()
+            return
+        self._meet([] if torch.is_grad_enabled() else self._check_trails())
+
+    def _go_on(self) -> None:
+        """Gather and free what the last such forward did behind the place where this one raised.
+
+        Where all ranks raised they do it for nothing. A forward of other units than the last one,
+        and the first of its kind, say nothing about what other ranks do.
+
+        **Collective**: all ranks.
+        """
+        at = len(self._entered)
+        following = self._expected[at:] if self._expected[:at] == self._entered else []
+        for unit in following:
+            self._entered.append(unit)
+            self._ahead.discard(unit)
+            if unit.comm.size == 1 and unit.config.replicas is None:
+                continue
+            unit.unshard()
+            self.prefetch_forward(unit)
+            unit.to_run.update(() if unit.to_run else unit.modules)
+            unit.to_run.pop()
+            if not unit.to_run:
+                unit.end_forward()
 
     def _drop_stale(self) -> None:
         """Reshard what was kept gathered since an earlier step and has changed on some rank.
@@ -185,7 +226,7 @@ class Schedule:
             unit.settle()
         for config, units in _by_ranks(kept):
             stale = agree_on_any(
-                [unit.is_stale for unit in units],
+                [unit.may_be_stale for unit in units],
                 config.comm,
                 config.replicas,
                 name="the start of a forward",
@@ -194,27 +235,27 @@ class Schedule:
                 if drop:
                     unit.reshard()
 
-    def _meet(self, met: Sequence[UnitConfig]) -> None:
+    def _meet(self, met: Sequence[Comm]) -> None:
         """Wait for the ranks that read this one's shards, which may be written afterwards.
 
         Args:
-            met: of units whose ranks have just waited for each other.
+            met: comms whose ranks have just waited for each other.
 
         **Collective**: all ranks where they read each other's shards, else local.
         """
-        exposed = [u for u in self.units if any(group.exposes_shard for group in u.groups)]
-        for config, _ in _by_ranks(exposed):
-            if not any(config.comm is other.comm for other in met):
-                config.comm.barrier()
+        groups = (group for unit in self.units for group in unit.groups)
+        for comm in dict.fromkeys(group.comm for group in groups if group.exposes_shard):
+            if comm not in met:
+                comm.barrier()
 
-    def _check_trails(self) -> list[UnitConfig]:
-        """Raise where ranks ran different units; return the configurations that were asked."""
+    def _check_trails(self) -> list[Comm]:
+        """Raise where ranks ran different units; return the comms whose ranks were asked."""
         asked = []
         for config, units in _by_ranks(self.units):
             trail = self.trail_of(units[0])
             if trail.count > trail.begun_at:  # what is full already may run on one rank alone
                 check_trail(trail, config.comm, config.replicas)
-                asked.append(config)
+                asked.append(config.comm)
         return asked
 
     def trail_of(self, unit: Unit) -> Trail:
@@ -307,7 +348,7 @@ class Schedule:
                 complaints.append(verdict.complaint)
         if self.is_last_backward:
             self._land()
-        self._meet([config for config, _ in syncing])
+        self._meet([config.comm for config, _ in syncing])
         self._end_step()
         if complaints:
             raise RuntimeError("; ".join(complaints))

@@ -201,6 +201,11 @@ class Unit:
         """Whether a shard changed since it was gathered, as far as this rank knows."""
         return any(group.is_stale for group in self.groups)
 
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a shard changed since it was gathered, or may have changed unseen."""
+        return any(group.may_be_stale for group in self.groups)
+
     def settle(self) -> None:
         """Take in parameters that were assigned, cast or moved from outside. Local."""
         for group in self.groups:
@@ -271,8 +276,15 @@ class Unit:
 
         **Collective**: all ranks.
         """
-        for unit in self.together():
-            unit._expose(for_backward)
+        begun: list[Unit] = []
+        try:
+            for unit in self.together():
+                begun.append(unit)
+                unit._expose(for_backward)
+        except BaseException:
+            for unit in begun:
+                unit._hide()
+            raise
 
     def hide(self) -> None:
         """Undo one ``expose``: the last one lets the modules see sharded parameters. Local."""
@@ -286,10 +298,11 @@ class Unit:
     def _expose(self, for_backward: bool) -> None:
         self._users += 1
         with torch._C._DisableFuncTorch():  # a transform around would wrap what is gathered
-            self.unshard(for_backward=for_backward)
+            has_settled = self.unshard(for_backward=for_backward)
             self.wait_for_unshard()
         if not self.is_exposed:
-            if self.is_stale:
+            has_settled = has_settled or all(group.is_settled for group in self.groups)
+            if self.is_stale or not has_settled:
                 raise RuntimeError(
                     f"{self.name}: its group of parameters changed after it was gathered (rank "
                     f"{self.comm.rank} of {self.comm.size}); call reshard() before changing them"
