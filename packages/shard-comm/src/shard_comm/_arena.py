@@ -198,10 +198,13 @@ class Arena:
         for segment in self._segments:
             for position, (offset, length, tick) in enumerate(segment.free):
                 if length >= least_bytes and 0 <= tick <= latest:
-                    give_back(segment.view[offset : offset + length])
-                    first = segment.address + offset
-                    last = first + length - 1
-                    segment.large.difference_update(
-                        range(first // LARGE_PAGE, last // LARGE_PAGE + 1)
-                    )
+                    _give_back(segment, offset, length)
                     segment.free[position] = (offset, length, -1)
+
+
+def _give_back(segment: _Segment, offset: int, nbytes: int) -> None:
+    """Return memory to the system; pages that it was a part of are to be made large again."""
+    give_back(segment.view[offset : offset + nbytes])
+    first = segment.address + offset
+    pages = range(first // LARGE_PAGE, (first + nbytes - 1) // LARGE_PAGE + 1)
+    segment.large.difference_update(pages)
