@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import re
 import weakref
@@ -27,7 +26,7 @@ from shard_comm import (
     SoloComm,
     comm_for,
 )
-from shard_testing import run_ranks, run_threads
+from shard_testing import logged, run_ranks, run_threads
 
 MOVED_DTYPES = [
     torch.float64,
@@ -399,16 +398,13 @@ def check_late_rank(comm: Comm) -> None:
     tensor = torch.ones(2)
     if comm.rank == 0:
         work = comm.all_reduce(tensor, async_op=True, timeout_s=0.2)
-        logger, handler, said = logging.getLogger("shard_comm"), logging.Handler(), []
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logger.addHandler(handler)
-        for _ in range(2):
-            with pytest.raises(
-                RuntimeError,
-                match=r"all_reduce sum of 2 float32 failed on rank 0 of .* 0\.2 s",
-            ):
-                work.wait()
-        logger.removeHandler(handler)
+        with logged("shard_comm") as said:
+            for _ in range(2):
+                with pytest.raises(
+                    RuntimeError,
+                    match=r"all_reduce sum of 2 float32 failed on rank 0 of .* 0\.2 s",
+                ):
+                    work.wait()
         store.set("rank 0 gave up", "")
         (text,) = said
         head, *calls = text.split("\n")

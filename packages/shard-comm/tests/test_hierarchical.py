@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -28,7 +27,7 @@ from shard_comm import (
     comm_for,
 )
 from shard_comm._hierarchical import _let_go, through_memory
-from shard_testing import run_ranks, run_threads
+from shard_testing import logged, run_ranks, run_threads
 
 SIZES = (1, 7, 20_000, 300_001)
 """Elements: sent whole, in parts, in several chunks of staging memory."""
@@ -288,18 +287,10 @@ def check_no_memory_on_one_host(comm: HierarchicalComm) -> None:
 
     plain = comm_for(comm.process_group, shared_memory=False)
     assert isinstance(plain, GroupComm)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shard_comm")
-    logger.addHandler(handler)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            if comm.rank == 3:
-                patch.setattr(_shared_file, "_open", refuse)
-            assert through_memory(plain) is plain
-    finally:
-        logger.removeHandler(handler)
+    with logged("shard_comm") as records, pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 3:
+            patch.setattr(_shared_file, "_open", refuse)
+        assert through_memory(plain) is plain
     reason = "the ranks cannot open memory of one another: rank 3: not allowed"
     said = [f"4 ranks of 2 hosts go through Gloo: {reason}; {reason}"]
     assert records == (said if comm.rank == 0 else [])

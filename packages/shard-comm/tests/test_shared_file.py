@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,22 +16,11 @@ import torch.distributed as dist
 
 from shard_comm import Comm, GroupComm, SharedMemoryComm, comm_for
 from shard_comm import _shared_file as shared_file
-from shard_testing import run_ranks
+from shard_testing import logged, run_ranks
 
 
 def denied(*_: Any, **__: Any) -> int:
     raise OSError(errno.EACCES, "not allowed here")
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shard_comm")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
 
 
 def picked_anew(comm: Comm) -> Comm:
@@ -63,7 +50,7 @@ def check_serves(comm: Comm, *, named: bool) -> None:
 
 def check_no_memory_file(comm: Comm) -> None:
     """Rank 0 cannot make a file in memory: one in /dev/shm, without a name by now, serves."""
-    with logged() as records:
+    with logged("shard_comm") as records:
         if comm.rank == 0:
             with mock.patch.object(os, "memfd_create", denied):
                 check_serves(picked_anew(comm), named=True)
@@ -96,7 +83,7 @@ def check_no_way(comm: Comm) -> None:
 
     made = shared_file._create
     with (
-        logged() as records,
+        logged("shard_comm") as records,
         mock.patch.object(shared_file, "_open", opened),
         mock.patch.object(shared_file, "_create", create),
     ):
@@ -128,7 +115,7 @@ def check_full_file_system(comm: Comm) -> None:
     part = join()
     memory = part.empty(10, torch.float32)
     assert part._engine.arena.find(memory.data_ptr()) is not None
-    with logged() as records, full:
+    with logged("shard_comm") as records, full:
         other = part.empty(1 << 22, torch.float32)
         assert part._engine.arena.find(other.data_ptr()) is None
         assert part.shared(2, torch.float32) is None
@@ -147,7 +134,7 @@ def run_on(rank: int, comm: Comm, patch: Any, call: Callable[[], None]) -> None:
 def check_two_hosts(comm: Comm) -> None:
     """Nothing is wrong, so nothing is said; asked for by name, it is an error on all ranks."""
     name = f"host {comm.rank}"
-    with logged() as records, mock.patch.dict(os.environ, SHARD_HOST=name):
+    with logged("shard_comm") as records, mock.patch.dict(os.environ, SHARD_HOST=name):
         assert isinstance(picked_anew(comm), GroupComm)
     assert records == []
     with (

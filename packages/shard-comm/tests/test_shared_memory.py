@@ -25,7 +25,7 @@ from shard_comm._board import SLOTS
 from shard_comm._mapping import LARGE_PAGE, pages_of
 from shard_comm._patience import SPINS, Patience
 from shard_comm._turn import Body
-from shard_testing import run_ranks, run_threads
+from shard_testing import logged, run_ranks, run_threads
 
 MIB = 1 << 20
 LARGE = 1_100_001
@@ -449,12 +449,11 @@ def check_last_calls(comm: Comm) -> None:
     part = comm.split(0)
     for step in range(70):
         part.all_reduce(torch.ones(3), op="max", name=f"step {step}")
-
-    def give_up() -> None:
-        with pytest.raises(RuntimeError, match=r"waited 0\.2 s for ranks"):
-            part.all_reduce(torch.ones(2), name="norm", timeout_s=0.2)
-
-    told = comm.all_gather_object([] if comm.rank == 1 else _logged(give_up))
+    with logged("shard_comm") as records:
+        if comm.rank != 1:
+            with pytest.raises(RuntimeError, match=r"waited 0\.2 s for ranks"):
+                part.all_reduce(torch.ones(2), name="norm", timeout_s=0.2)
+    told = comm.all_gather_object(records)
     (speaker,) = [rank for rank, records in enumerate(told) if records]
     assert len(told[speaker]) == comm.size
     for rank, text in enumerate(told[speaker]):
@@ -520,27 +519,15 @@ def check_full(comm: SharedMemoryComm) -> None:
     assert isinstance(part, SharedMemoryComm)
     part.all_reduce(torch.ones(1))
     part._engine.arena._stop = 0
-    records = _logged(lambda: [part.empty(64 * MIB, torch.uint8).fill_(1) for _ in range(2)])
+    with logged("shard_comm") as records:
+        for _ in range(2):
+            part.empty(64 * MIB, torch.uint8).fill_(1)
     assert records == [
         "no shared memory left for 67108864 bytes; ordinary memory serves, more slowly"
     ]
     out = torch.empty(comm.size)
     part.all_gather(out, part.empty(64 * MIB, torch.float32).fill_(2)[:1])
     assert out.tolist() == [2.0] * comm.size
-
-
-def _logged(call: object) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shard_comm")
-    logger.addHandler(handler)
-    try:
-        assert callable(call)
-        call()
-    finally:
-        logger.removeHandler(handler)
-    return records
 
 
 def check_forked_child(comm: SharedMemoryComm) -> None:

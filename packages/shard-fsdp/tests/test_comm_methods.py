@@ -16,7 +16,7 @@ from torch.distributed import fsdp as torch_fsdp
 
 from shard_comm import Comm, GroupComm, Recorded, SoloComm, Work
 from shard_fsdp import FSDPModule, fully_shard
-from shard_testing import run_ranks, run_threads
+from shard_testing import logged, run_ranks, run_threads
 
 
 class _Noted:
@@ -99,15 +99,10 @@ def _custom(comm: Comm) -> None:
 def _on_gloo(same_ranks: Comm) -> None:
     comm = GroupComm()
     model = _model(comm)
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shard_fsdp")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    for enable in (True, False):
-        model.set_allocate_memory_from_process_group_for_comm(enable)
-        assert model._shard_unit.settings.all_gather is None
+    with logged("shard_fsdp", level=logging.INFO) as records:
+        for enable in (True, False):
+            model.set_allocate_memory_from_process_group_for_comm(enable)
+            assert model._shard_unit.settings.all_gather is None
     assert ["no allocator of its own" in r for r in records] == [True]
     assert _step(comm, model).tolist() == [[1.5] * 4] * 6
 

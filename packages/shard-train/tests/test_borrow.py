@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from shard_testing import logged
 from shard_train._borrow import borrowed_environ, borrowed_handlers, silenced
 
 
@@ -31,15 +32,9 @@ def test_handlers_are_put_back() -> None:
 
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("shard_train_test.below")
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger().addHandler(handler)
-    try:
+    with logged("") as heard:
         with silenced("shard_train_test"):
             logger.error("not this")
         logger.error("this")
-    finally:
-        logging.getLogger().removeHandler(handler)
     assert heard == ["this"]
     assert logging.getLogger("shard_train_test").handlers == []

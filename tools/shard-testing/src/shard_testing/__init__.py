@@ -2,6 +2,7 @@
 
 from shard_testing._casts import Casts
 from shard_testing._dtypes import STORED_DTYPES
+from shard_testing._logs import logged
 from shard_testing._models import DecoderBlock, Scale, TiedTable, TinyDecoder, token_batches
 from shard_testing._optimizers import draw_steps, take_steps
 from shard_testing._processes import run_ranks
@@ -18,6 +19,7 @@ __all__ = [
     "draw_steps",
     "full_grad",
     "full_value",
+    "logged",
     "run_ranks",
     "run_threads",
     "take_steps",
