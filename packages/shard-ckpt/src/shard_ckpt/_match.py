@@ -17,7 +17,7 @@ from shard_ckpt._index import Index, TensorId, TensorRecord
 from shard_ckpt._leaf import Leaf
 from shard_ckpt._log import logger
 from shard_ckpt._lookup import Lookup
-from shard_ckpt._naming import Rename
+from shard_ckpt._naming import Naming, Rename
 from shard_ckpt._rename import check_patterns, check_renames, is_picked
 from shard_ckpt._runs import Runs, overlaps
 
@@ -231,16 +231,17 @@ def _complaints(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
 
 def _wrappers_between(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, ...]:
     """Return the components without which some of the names on both sides are the same."""
-    bare = [{name: _unwrapped(name) for name in names} for names in (missing, unexpected)]
-    common = set(bare[0].values()) & set(bare[1].values())
-    wrapped = [name for side in bare for name, text in side.items() if text in common]
-    return tuple(part for part in _WRAPPERS if any(f"{part}." in name for name in wrapped))
+    naming = Naming(strip=_WRAPPERS)
 
+    def bare(label: str) -> str:
+        section, _, name = label.partition(": ")
+        return f"{section}: {naming.bare(name)}"
 
-def _unwrapped(name: str) -> str:
-    for part in _WRAPPERS:
-        name = name.replace(f"{part}.", "")
-    return name
+    sides = [{label: bare(label) for label in labels} for labels in (missing, unexpected)]
+    common = set(sides[0].values()) & set(sides[1].values())
+    wrapped = [label for side in sides for label, text in side.items() if text in common]
+    parts = {part for label in wrapped for part in label.partition(": ")[2].split(".")}
+    return tuple(part for part in _WRAPPERS if part in parts)
 
 
 def _listed(names: Sequence[str]) -> str:

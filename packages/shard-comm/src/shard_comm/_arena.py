@@ -10,7 +10,15 @@ from itertools import groupby
 
 import torch
 
-from shard_comm._mapping import LARGE_PAGE, PAGE, address_of, give_back, make_large, pages_of
+from shard_comm._mapping import (
+    LARGE_PAGE,
+    PAGE,
+    address_of,
+    give_back,
+    make_large,
+    pages_of,
+    round_up,
+)
 from shard_comm._shared_file import SharedFile
 
 _ALIGN = 64
@@ -96,7 +104,7 @@ class Arena:
         if self._takes % _SWEEP_TAKES == 0:
             self._sweep(self._takes - _KEEP_TAKES, _LARGE_BYTES)
         unit = PAGE if nbytes >= _LARGE_BYTES else _ALIGN
-        room = -(-nbytes // unit) * unit
+        room = round_up(nbytes, unit)
         fits = [
             (free[1], index, position)
             for index, segment in enumerate(self._segments)
@@ -160,7 +168,7 @@ class Arena:
 
     def _grow(self, room: int) -> _Segment:
         least, unit = (0, PAGE) if self._file.named else (_SEGMENT_BYTES, LARGE_PAGE)
-        nbytes = max(-(-room // unit) * unit, least)
+        nbytes = max(round_up(room, unit), least)
         if self._next + nbytes > self._stop:
             raise MemoryError(f"no shared memory left for {room} bytes")
         try:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from shard_comm._arena import Place
-from shard_comm._mapping import PAGE
+from shard_comm._mapping import PAGE, round_up
 from shard_comm._shared_file import SharedFile
 from shard_comm._stories import STORY_BYTES, Stories
 
@@ -149,7 +149,7 @@ class Board:
     def nbytes(size: int) -> int:
         """Bytes of the board of ``size`` ranks, in whole pages."""
         raw = size * (SLOTS * (_LINE_WORDS * 8 + _LABEL_BYTES) + _REASON_BYTES + STORY_BYTES)
-        return -(-raw // PAGE) * PAGE
+        return round_up(raw, PAGE)
 
     def fence(self) -> None:
         """Order what this rank reads and writes in the file before and after."""

@@ -18,7 +18,7 @@ from shard_comm._arena import Arena
 from shard_comm._board import ARRIVED, DONE, SLOTS, Board, Call
 from shard_comm._comm import Work
 from shard_comm._history import KEPT, log_calls
-from shard_comm._mapping import LARGE_PAGE, PAGE
+from shard_comm._mapping import LARGE_PAGE, PAGE, round_up
 from shard_comm._patience import SPINS, Patience
 from shard_comm._shared_file import SharedFile
 from shard_comm._turn import Body, Turn, Windows
@@ -313,9 +313,9 @@ class Engine:
 
     def listen(self) -> None:
         """Raise if a rank has given up, here or elsewhere."""
-        self.check()
-        for reason in self.board.last_words().values():
-            raise self.failure(reason)
+        heard = self._heard()
+        if heard is not None:
+            raise self.failure(heard)
 
     def failure(self, reason: str) -> RuntimeError:
         """Break the group for this reason, unless it is broken; return the error to raise."""
@@ -353,7 +353,7 @@ class Engine:
 
 
 def _arenas_start(size: int) -> int:
-    return -(-(PAGE + Board.nbytes(size)) // LARGE_PAGE) * LARGE_PAGE
+    return round_up(PAGE + Board.nbytes(size), LARGE_PAGE)
 
 
 def _advance_all() -> None:

@@ -18,6 +18,11 @@ _SHARED, _PRIVATE, _FIXED, _ANONYMOUS = 0x01, 0x02, 0x10, 0x20  # MAP_
 _REMOVE, _DONTFORK, _COLLAPSE = 9, 10, 25  # MADV_
 
 
+def round_up(nbytes: int, unit: int) -> int:
+    """Return the least multiple of a unit that is no less. Local."""
+    return -(-nbytes // unit) * unit
+
+
 def map_file(fd: int, offset: int, nbytes: int) -> memoryview:
     """Return the bytes ``[offset, offset + nbytes)``, mapped until the last view is gone.
 
@@ -27,7 +32,7 @@ def map_file(fd: int, offset: int, nbytes: int) -> memoryview:
     Raises:
         OSError: the system has no room for it.
     """
-    length = -(-nbytes // PAGE) * PAGE
+    length = round_up(nbytes, PAGE)
     base = _map(None, length + LARGE_PAGE, _NONE, _PRIVATE | _ANONYMOUS)
     before = (offset - base) % LARGE_PAGE
     address = base + before

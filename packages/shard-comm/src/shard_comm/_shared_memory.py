@@ -14,7 +14,7 @@ from shard_comm._board import Board, Call
 from shard_comm._calls import noted_suffix
 from shard_comm._comm import Comm, Work
 from shard_comm._engine import Engine
-from shard_comm._mapping import LARGE_PAGE, PAGE, make_large
+from shard_comm._mapping import LARGE_PAGE, PAGE, make_large, round_up
 from shard_comm._shared_array import MarkedArray, SharedArray
 from shard_comm._shared_file import (
     Exchange,
@@ -242,7 +242,7 @@ class SharedMemoryComm(Comm):
                 f"shared{label}: expected one size and dtype on all ranks, got {got} {self._where}"
             )
         head_bytes, nbytes = 2 * self.size * 64, numel * dtype.itemsize
-        start = -(-(PAGE + head_bytes) // LARGE_PAGE) * LARGE_PAGE
+        start = round_up(PAGE + head_bytes, LARGE_PAGE)
 
         def prepare(file: SharedFile) -> tuple[SharedFile, memoryview, memoryview]:
             file.reserve(PAGE, head_bytes)
